@@ -77,10 +77,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SCRIPT = """
 import importlib.util, json, sys
 assert importlib.util.find_spec("multilin") is None and importlib.util.find_spec("jaxtyping") is None
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 for folder in (sys.argv[1], sys.argv[2]):
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     inputs = tokenizer("the cat sat", return_tensors="pt")
     model.save_pretrained(sys.argv[2])
     tokenizer.save_pretrained(sys.argv[2])

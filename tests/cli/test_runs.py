@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from multilin.analysis.evaluate.run import validation_text
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
+from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import load_run
 from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
@@ -100,6 +102,77 @@ def test_another_tokenizer_of_the_same_size_is_refused(damaged: Path, cli: Call,
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (damaged / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "is not the one its model was trained with" in refusal("evaluate", damaged, "--source", "python-docs")
+
+
+def written(verb: str, run: Path, text: Path, output: Path) -> tuple[list[object], Path]:
+    """The command that writes a folder with the tokenizer of a run, and where the tokenizer then is."""
+    data = ["--data.source", text, "--training.max_steps", 1, "--training.batch_size", 2]
+    return {
+        "export": (["export", run, "--output", output, "--precision", "float32"], output),
+        "publish": (["publish", run, "someone/letters", "--folder", output], output),
+        "quantize": (["quantize", run, "--source", text, "--output", output], output),
+        "prepare": (["prepare", text, "--tokenizer", run, "--output", output], output / "tokenizer"),
+        "train": (["train", "--model.start", run, *data, "--output", output], output),
+    }[verb]
+
+
+@pytest.mark.parametrize("verb", ["export", "publish", "quantize", "prepare", "train"])
+def test_truncation_and_padding_are_not_handed_on(damaged: Path, cli: Call, tmp_path: Path, verb: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(damaged)
+    tokenizer(["a b c d e", "x"], truncation=True, padding="max_length", max_length=4)
+    tokenizer.model_max_length = 5
+    tokenizer.save_pretrained(damaged)
+    assert json.loads((damaged / "tokenizer.json").read_text())["truncation"]["max_length"] == 4
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"the cat sat on the mat {number} times\n" * 5)
+    command, folder = written(verb, damaged, tmp_path / "text", tmp_path / "output")
+    cli(*command)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    assert (content["truncation"], content["padding"]) == (None, None)
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert theirs.decode(theirs("the cat sat", truncation=True)["input_ids"]) == "the cat sat"
+
+
+@pytest.mark.parametrize("changes_end", [False, True])
+def test_a_vocabulary_that_was_grown_in_transformers_is_used(
+    damaged: Path, cli: Call, text_file: Path, tmp_path: Path, changes_end: bool
+) -> None:
+    """As TRL does it for chats, with rows of the embedding that stand for no token."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(damaged), AutoTokenizer.from_pretrained(damaged)
+    model.config.tokenizer_hash = tokenizer_hash(tokenizer)
+    model.save_pretrained(damaged)
+    greedy = ("--prompt", "a cat", "--max-new-tokens", 8, "--temperature", 0)
+    expected = cli("generate", damaged, *greedy)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    if changes_end:
+        tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
+    torch.nn.init.ones_(model.get_output_embeddings().weight.data[len(tokenizer) :])
+    model.save_pretrained(damaged)
+    tokenizer.save_pretrained(damaged)
+    assert cli("generate", damaged, *greedy) == expected
+    assert "the" in cli("generate", damaged, *greedy[:4], "--num-beams", 2)
+    cli("info", damaged)
+    cli("explain", damaged, "--text", "a cat")
+    for verb in ("quantize", "publish", "train"):
+        command, folder = written(verb, damaged, text_file, tmp_path / verb)
+        cli(*command)
+        run = load_run(folder)
+        assert (len(run.tokenizer), run.model.config.vocab_size) == (260, 320)
+        assert json.loads((folder / "config.json").read_text())["tokenizer_hash"] == tokenizer_hash(run.tokenizer)
+        assert (text_codec(run.tokenizer).end_id, text_codec(run.tokenizer).eos_id) == (0, 259 if changes_end else 0)
+
+
+def test_added_tokens_without_embeddings_are_refused_with_what_to_do(damaged: Path, refusal: Call) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(damaged)
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"tokenizer_hash": tokenizer_hash(tokenizer)}))
+    tokenizer.add_tokens(["<x>"])
+    tokenizer.save_pretrained(damaged)
+    message = refusal("generate", damaged, "--prompt", "x")
+    assert message.endswith("if tokens were added, save the model again after model.resize_token_embeddings(259)")
+    assert "original" not in message
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "info"])

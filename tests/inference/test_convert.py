@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from multilin import InputError, MultilinForCausalLM
+from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.convert import convert_checkpoint, leap_config, our_name, our_weights
 from tests.golden.families import relative_error
 
@@ -156,6 +157,16 @@ def test_leap_computes_what_the_installed_package_does(rescale: int | None) -> N
 class Payload:
     def __reduce__(self):
         return (print, ("this must never run",))
+
+
+def test_a_tokenizer_comes_along_without_its_truncation(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "theirs", make_weights(), pickled=False)
+    tokenizer = train_tokenizer([], "byte", None)
+    tokenizer(["a", "b c"], truncation=True, padding=True, max_length=2)
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    convert_checkpoint("fastformer", tmp_path / "theirs", tmp_path / "ours")
+    content = json.loads((tmp_path / "ours" / "tokenizer.json").read_text())
+    assert (content["truncation"], content["padding"]) == (None, None)
 
 
 def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, capsys) -> None:

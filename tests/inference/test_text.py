@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,3 +169,16 @@ def test_spaces_that_a_tokenizer_drops_and_writes_anew_are_kept(codec: TextCodec
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), tokenizer.pre_tokenizer])
     own = replace(codec, tokenizer=tokenizer)
     assert own.tokenizer.decode(own.encode("a") + own.encode_more(" b a")) == "a b a"
+
+
+def test_padding_and_rows_without_a_token_are_never_chosen() -> None:
+    tokenizer = train_tokenizer([""], "byte", None)
+    logits = np.zeros((2, 300), np.float32)
+    text_codec(tokenizer).exclude_padding(logits)
+    assert np.isfinite(logits).sum() == 2 * 257
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    codec, logits = text_codec(tokenizer), np.zeros((1, 300), np.float32)
+    codec.exclude_padding(logits)
+    assert np.isfinite(logits).sum() == 259  # the end of a text is chosen, also where it pads
+    assert [token for token in range(300) if codec.is_end(token)] == [0, 258]

@@ -4,7 +4,9 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 
+import peft
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -60,6 +62,54 @@ def test_an_adapter_on_the_head_is_part_of_loss_and_logits(architecture: str, sc
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(merged.token_losses(tokens), losses, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_prompts_of_peft_are_trained_and_read(architecture: str, kind: str) -> None:
+    """As embeddings before the text, with and without a state."""
+    model, tokens = make(architecture), ids(2, 9)
+    tuned = get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    tuned(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(weight.grad is not None for weight in tuned.parameters() if weight.requires_grad)
+    prompt = tuned.get_prompt(2)
+    embeddings = torch.cat([prompt, model.get_input_embeddings()(tokens)], dim=1)
+    expected = model(inputs_embeds=embeddings).logits
+    torch.testing.assert_close(tuned(input_ids=tokens).logits, expected)
+    how = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": 4, **GREEDY}
+    assert torch.equal(tuned.generate(**how), tuned.generate(**how, use_cache=False))
+    assert tuned.generate(**how)[0, 9] == expected[0, -1].index_fill(0, torch.tensor([1]), -torch.inf).argmax()
+
+
+def test_prefix_tuning_is_refused_in_a_sentence() -> None:
+    tuned = get_peft_model(make("additive"), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(InputError, match="past_key_values: DynamicCache given"):
+        tuned(input_ids=ids(2, 9))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("target", ["embedding", "head"])
+def test_peft_warns_of_adapters_on_tied_embeddings(tied: bool, target: str) -> None:
+    model = make("additive", tie_word_embeddings=tied)
+    module = model.get_input_embeddings() if target == "embedding" else model.get_output_embeddings()
+    name = next(name for name, one in model.named_modules() if one is module).rpartition(".")[2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=[name]))
+        adapted.merge_and_unload()
+    assert sum("tie_word_embeddings=True" in str(warning.message) for warning in caught) == 2 * tied
+
+
+def test_adapters_that_are_tied_merge_to_the_same_logits() -> None:
+    warnings.simplefilter("ignore")  # PEFT warns of any merging into tied weights
+    model, tokens = make("additive"), ids(2, 9)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens"], ensure_weight_tying=True)
+    adapted = get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    expected = adapted.eval()(input_ids=tokens).logits
+    assert not torch.allclose(expected, make("additive")(tokens).logits)
+    torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from multilin.architectures import architectures
 from multilin.cli.main import main
@@ -149,6 +149,28 @@ def test_an_adapter_run_and_its_merged_folder_are_used_like_any_model(
     assert scores[0] == scores[1]
     assert main(["merge", str(merged), "--output", str(tmp_path / "again")]) == 2
     assert "holds a whole model and no adapters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", [{}, {"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": [258]}])
+def test_adapters_of_a_grown_vocabulary(base: Path, tmp_path: Path, kept: dict[str, Any]) -> None:
+    """PEFT keeps the whole embedding beside them, which is read; other weights that it trained are refused."""
+    warnings.simplefilter("ignore")  # PEFT says what it keeps
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model.resize_token_embeddings(len(tokenizer))
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **kept))
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    if kept:
+        with pytest.raises(InputError, match=r"modules_to_save or trainable_token_indices.*merge_and_unload"):
+            load_run(tmp_path)
+        return
+    run = load_run(tmp_path)
+    assert (len(run.tokenizer), run.model.config.vocab_size) == (260, 260)
+    torch.testing.assert_close(logits_of(run.model), logits_of(adapted), rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_run_is_a_start(tune: Tiny, adapted: Path, tmp_path: Path) -> None:

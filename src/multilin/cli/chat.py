@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multilin.cli.export import open_engine
+from multilin.cli.export import open_at_once
 from multilin.cli.messages import check_installed
 from multilin.errors import InputError, nearest, plural
 from multilin.files import check_writable, write_whole
@@ -43,7 +43,7 @@ class ChatArguments:
     state: PathText | None = None  # go on from the state in this file
     session: Name | None = None  # go on with this session of the server
     api_key: str | None = None  # of the server; better in MULTILIN_API_KEY
-    engine: EngineName = "auto"  # for a folder: auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
+    engine: EngineName = "auto"  # for a folder: auto takes ONNX Runtime on a CPU once the run is exported, in the background, else PyTorch
 
 
 def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
@@ -202,16 +202,16 @@ def _opened(
             yield RemoteChat.begin(client, settings, state, arguments.session)
         return
     folder = Path(arguments.target)
-    engine, codec = open_engine(folder, arguments.engine)
-    from multilin.serving.local_chat import LocalChat
-    from multilin.serving.service import Service
+    with open_at_once(folder, arguments.engine) as (engine, codec):
+        from multilin.serving.local_chat import LocalChat
+        from multilin.serving.service import Service
 
-    limits = ServeLimits(slots=1, queue=1, max_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS, max_prompt=2**20)
-    service = Service(engine, codec, folder, None, limits)
-    try:
-        yield LocalChat.begin(service, settings, state)
-    finally:
-        service.scheduler.stop(0)
+        most = settings.max_new_tokens or DEFAULT_NEW_TOKENS
+        service = Service(engine, codec, folder, None, ServeLimits(slots=1, queue=1, max_tokens=most, max_prompt=2**20))
+        try:
+            yield LocalChat.begin(service, settings, state)
+        finally:
+            service.scheduler.stop(0)
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -95,13 +98,16 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
     )
 
 
-def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "tuple[Engine, TextCodec]":
+def open_engine(
+    folder: Path, name: EngineName, *, is_server: bool = False, waits: bool = True
+) -> "tuple[Engine, TextCodec]":
     """The engine for a run or an export, and its tokenizer.
 
     Args:
         folder: the run or the export.
         name: the engine to open.
         is_server: other threads need the cores while the engine waits.
+        waits: where `auto` lacks an export, make it; otherwise take PyTorch.
 
     Raises:
         InputError: no model there, ONNX Runtime asked for and missing, or PyTorch asked for an export.
@@ -118,10 +124,13 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
     if is_export(folder) or name == "torch" or (name == "auto" and model_type(folder) != "multilin"):
         return open_folder(folder)
     reason = why_torch(folder) if name == "auto" else None
-    if reason is None and is_current(folder):
-        with contextlib.suppress(InputError):  # files of the export are damaged or gone
-            return open_folder(cache_folder(folder))
     if reason is None:
+        if is_current(folder):
+            with contextlib.suppress(InputError):  # files of the export are damaged or gone
+                return open_folder(cache_folder(folder))
+            shutil.rmtree(cache_folder(folder))
+        if name == "auto" and not waits:
+            return open_folder(folder)
         reason = _export_for(folder, may_fail=name == "auto")
     if reason is None:
         return open_folder(cache_folder(folder))
@@ -129,17 +138,31 @@ def open_engine(folder: Path, name: EngineName, *, is_server: bool = False) -> "
     return open_folder(folder)
 
 
+@contextlib.contextmanager
+def open_at_once(folder: Path, name: EngineName) -> "Iterator[tuple[Engine, TextCodec]]":
+    """Like `open_engine`, without waiting for an export that `auto` lacks.
+
+    PyTorch runs the block instead. Afterwards the run is exported in the background, for the calls that follow.
+    """
+    engine, codec = open_engine(folder, name, waits=False)
+    yield engine, codec
+    from multilin.export.cache import export_in_background, why_torch
+
+    if name == "auto" and (engine.name, engine.kind) == ("torch", "multilin") and why_torch(folder) is None:
+        if os.access(folder.resolve().parent, os.W_OK):
+            print(f"multilin: exporting {folder} in the background, for the faster engine onnx", file=sys.stderr)
+            export_in_background(folder)
+
+
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
     """Export a run into the folder beside it; if it may fail, the result is the reason why it did, or None."""
-    run = load(run_folder)
     from multilin.cli.progress import show_progress
-    from multilin.export.cache import cache_folder
-    from multilin.export.folder import export_run
+    from multilin.export.cache import keep_export
 
     print(f"multilin: exporting {run_folder} once, for the engine onnx", file=sys.stderr)
     try:
         with show_progress() as progress:
-            export_run(run, cache_folder(run_folder), progress=progress)
+            keep_export(run_folder, load, progress)
     except (InputError, OSError) as error:
         if not may_fail:
             raise

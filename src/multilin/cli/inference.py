@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from multilin.cli.export import open_engine
+from multilin.cli.export import open_at_once
 from multilin.cli.messages import as_json, load, loading, say_next
 from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
@@ -31,7 +31,9 @@ class GenerateArguments:
     prompt_file: PathText | None = None  # file with the text to continue; one newline at its end is left out
     state: PathText | None = None  # go on from the state in this file; the prompt, if any, is added to its text
     save_state: PathText | None = None  # write the state after the last token to this file, to go on from
-    engine: EngineName = "auto"  # auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
+    engine: EngineName = (
+        "auto"  # auto takes ONNX Runtime on a CPU once the run is exported, in the background, else PyTorch
+    )
     echo: bool = True  # also write the prompt itself to stdout
 
 
@@ -78,13 +80,13 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
             check_regular(state, "--state")
         if save_state is not None:
             check_writable("--save-state", save_state)
-        engine, codec = open_engine(Path(run), arguments.engine)
-        from multilin.inference.generate import continue_file
+        with open_at_once(Path(run), arguments.engine) as (engine, codec):
+            from multilin.inference.generate import continue_file
 
-        keeps_states = engine.keeps_states
-        has_room = continue_file(
-            engine, codec, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
-        ).has_room
+            keeps_states = engine.keeps_states
+            has_room = continue_file(
+                engine, codec, prompt, settings, state=state, save_state=save_state, echo=arguments.echo, write=write
+            ).has_room
     if sys.stdout.isatty():
         print()
     if save_state and has_room:

@@ -3,14 +3,26 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from multilin.files import beside, checksum
+from multilin.data.progress import Progress, no_progress
+from multilin.errors import InputError
+from multilin.files import atomic_folder, beside, checksum, remove_partials
+from multilin.files.lock import locked_folder
 from multilin.inference.engine import Engine
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import ADAPTER_CONFIG, MANIFEST, base_of, is_adapter, is_export
+from multilin.inference.run_files import (
+    ADAPTER_CONFIG,
+    MANIFEST,
+    base_of,
+    below_adapters,
+    is_adapter,
+    is_export,
+)
 from multilin.inference.text import TextCodec
 
 if TYPE_CHECKING:
@@ -32,12 +44,19 @@ def open_model(
 
         engine = OnnxEngine(folder, num_threads, spins=spins)
         return engine, engine.codec
+    run = _load(folder, load)
     from multilin.inference.generate_run import text_codec
-    from multilin.inference.runs import load_run
     from multilin.inference.torch_engine import TorchEngine
 
-    run = (load or load_run)(folder)
     return TorchEngine(run.model), text_codec(run.tokenizer)
+
+
+def _load(folder: Path, load: "Callable[[Path], Run] | None") -> "Run":
+    if load is None:
+        from multilin.inference.runs import load_run
+
+        return load_run(folder)
+    return load(folder)
 
 
 def cache_folder(run: Path) -> Path:
@@ -47,11 +66,57 @@ def cache_folder(run: Path) -> Path:
 
 def is_current(run: Path) -> bool:
     """True if the export beside a run was made by this version, from the files that the run has now."""
+    return "files" in _kept(run)
+
+
+def _kept(run: Path) -> dict[str, Any]:
+    """What this version has kept for the files that the run has now: a manifest, or the `failure` to export; or {}."""
     try:
-        manifest = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
-        return bool(manifest["format"] == FORMAT and manifest["source"] == source_hashes(run))
+        kept: dict[str, Any] = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
+        return kept if kept["format"] == FORMAT and kept["source"] == source_hashes(run) else {}
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return {}
+
+
+def keep_export(run: Path, load: "Callable[[Path], Run] | None" = None, progress: Progress = no_progress) -> None:
+    """Export a run into its cache, or write there why that fails; wait for another process that is doing it.
+
+    Args:
+        run: the folder of the run.
+        load, progress: see `open_model` and `export_run`.
+
+    Raises:
+        InputError: as `export_run`.
+        OSError: the cache cannot be written.
+    """
+    folder = cache_folder(run)
+    with locked_folder("export", folder.parent, waits=True):
+        if is_current(run):
+            return
+        remove_partials(folder.parent, folder.name)
+        source = source_hashes(run)  # now: a run that is trained again meanwhile has others
+        try:
+            model = _load(run, load)
+            from multilin.export.folder import export_run
+
+            export_run(model, folder, progress=progress, source=source)
+        except InputError as error:
+            with atomic_folder(folder) as partial:
+                failure = {"format": FORMAT, "source": source, "failure": str(error)}
+                (partial / MANIFEST).write_text(json.dumps(failure), encoding="utf-8")
+            raise
+
+
+def export_in_background(run: Path) -> None:
+    """Call `keep_export` in a process of its own, which gives way to all others and outlives this one."""
+    program = (
+        "import os, pathlib, sys; getattr(os, 'nice', int)(19); from multilin.export.cache import keep_export; "
+        "keep_export(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.Popen(
+        [sys.executable, "-c", program, str(run.resolve())], start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 def source_hashes(folder: Path) -> dict[str, str]:
@@ -66,9 +131,13 @@ def source_hashes(folder: Path) -> dict[str, str]:
 
 def why_torch(run: Path) -> str | None:
     """The reason why `auto` takes PyTorch for this run; None if it takes ONNX Runtime."""
+    kept = _kept(run)
     missing = [name for name in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if "onnxruntime" in missing or (missing and not is_current(run)):
+    if "onnxruntime" in missing or (missing and "files" not in kept):
         return f"{missing[0]} is not installed (pip install 'multilin[export]')"
     if shutil.which("nvidia-smi"):
         return "there is a GPU"
-    return None
+    config = json.loads((below_adapters(run) / "config.json").read_text(encoding="utf-8"))
+    if (config.get("arithmetic") or {}).get("products") == "int8" or config.get("dtype") not in (None, "float32"):
+        return "graphs compute in float32 and this model does not, so that the same seed would write another text"
+    return kept.get("failure")

@@ -1,7 +1,8 @@
-"""The comparison of an exported model with the original, on the validation text and in generation."""
+"""The comparison of an exported model with the original: whether both compute the same, and size, score and speed."""
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +13,80 @@ from torch.nn.functional import cross_entropy
 
 from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_byte_lengths
-from multilin.errors import InputError
-from multilin.inference.engine import Engine
+from multilin.errors import InputError, as_input_error
+from multilin.inference.engine import Engine, Logits
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.model import MultilinForCausalLM
 from multilin.model.memory import parameter_bytes
 
 NUM_ROWS, NUM_TOKENS = 16, 256  # of the validation text
 NUM_GREEDY = 200
+TOLERANCES = {"float32": 1e-3, "8bit": 0.1, "4bit": 0.5}
+"""Largest relative difference of logits by precision, see `check_export`."""
+LONGEST, SHORTEST, SHORT = 4096, 512, 200  # tokens of random texts
+PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once
+
+
+@torch.inference_mode()
+def check_export(model: MultilinForCausalLM, folder: Path) -> None:
+    """Refuse an export whose logits differ from the model's.
+
+    The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each at once.
+    The root mean square of the differences of the logits after all pieces is divided by the logits' standard deviation.
+    The first text is long enough to turn every window over, within `LONGEST` tokens.
+
+    Args:
+        model: what was exported, in float32 on the CPU.
+        folder: the export.
+
+    Raises:
+        InputError: it is above the tolerance of the export's precision, or the graphs cannot be run.
+    """
+    engine = OnnxEngine(folder, spins=False)
+    precision, limit = engine.manifest.precision, min(engine.longest_text or LONGEST, LONGEST)
+    windows = [about.shape[0] for about in engine.manifest.state if about.is_ring]
+    for num_rows, length in ((1, max(SHORTEST, 2 * max(windows, default=0))), (3, SHORT)):
+        ids = np.random.default_rng(0).integers(0, engine.vocab_size, (num_rows, min(length, limit)))
+        hidden = model.model(torch.from_numpy(ids), use_cache=False, return_dict=True)[0]
+        with as_input_error(lambda reason: f"run: the exported graphs cannot be run ({reason})"):
+            difference = _difference(model, hidden, engine, ids)
+        if difference <= TOLERANCES[precision]:  # nan is not
+            continue
+        allowed = f"of their standard deviation, but {precision} allows {TOLERANCES[precision]:.1%}"
+        own = _difference(model, hidden, TorchEngine(model), ids)
+        if not own <= TOLERANCES["float32"]:
+            raise InputError(
+                f"run: a layer does not read on from its state: the logits of a text in pieces and at once differ by "
+                f"{own:.1%} {allowed}"
+            )
+        raise InputError(
+            f"run: the logits of the exported graphs and of the model differ by {difference:.1%} {allowed}"
+        )
+
+
+def _difference(model: MultilinForCausalLM, hidden_BTD: torch.Tensor, engine: Engine, ids: NDArray[np.int64]) -> float:
+    """The relative difference, see `check_export`, of an engine from the model with these final hidden states."""
+    rows, columns, given = zip(*_read_in_pieces(engine, ids), strict=True)
+    given_NV = torch.from_numpy(np.stack(given)).double()
+    expected_NV = model.lm_head(hidden_BTD[list(rows), list(columns)]).double()
+    variance = expected_NV.var(-1, correction=0).mean().clamp(min=1e-12)
+    return float(((given_NV - expected_NV).square().mean() / variance).sqrt())
+
+
+def _read_in_pieces(engine: Engine, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, Logits]]:
+    """Read rows in pieces of random lengths, often one token of each; row, column and logits at the end of each."""
+    draw, state, num_read = np.random.default_rng(1), engine.new_state(len(ids)), np.zeros(len(ids), np.int64)
+    while (num_read < ids.shape[1]).any():
+        counts = np.ones_like(num_read) if draw.random() < 0.5 else draw.choice(PIECES, len(ids))
+        ends = np.minimum(num_read + counts, ids.shape[1])
+        is_read = ends > num_read
+        if not is_read.any():
+            continue
+        logits = engine.read(state, [row[a:b].tolist() for row, a, b in zip(ids, num_read, ends, strict=True)])
+        num_read = ends
+        yield from ((row, int(ends[row]) - 1, logits[row]) for row in np.flatnonzero(is_read).tolist())
 
 
 @dataclass(frozen=True)

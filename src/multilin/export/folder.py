@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -12,14 +12,15 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import save_tokenizer
 from multilin.errors import InputError
 from multilin.export.cache import source_hashes
+from multilin.export.check import check_export
 from multilin.export.graph import make_graph
 from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
-from multilin.files import atomic_folder, checksum, write_whole
+from multilin.files import atomic_folder, checksum
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import GRAPHS, Manifest
 from multilin.inference.run_files import MANIFEST
 from multilin.inference.runs import Run
-from multilin.inference.snapshot import describe_state, example_state, model_hash
+from multilin.inference.snapshot import model_hash, state_tensors
 from multilin.model import MultilinForCausalLM
 from multilin.settings.inputs import to_json
 
@@ -33,8 +34,11 @@ def export_run(
     precision: Precision = "float32",
     progress: Progress = no_progress,
     round_graph: Callable[[onnx.ModelProto, Precision], onnx.ModelProto] = rounded,
+    source: Mapping[str, str] | None = None,
 ) -> None:
     """Export the model of a run into a folder, complete or not at all.
+
+    The graphs are compared with the model before and after their matrices are rounded, see `check_export`.
 
     Args:
         run: the model and its tokenizer; int8 weights become floats.
@@ -42,9 +46,10 @@ def export_run(
         precision: precision of the products with matrices.
         progress: called for each graph.
         round_graph: brings the matrices of a graph to the precision.
+        source: what `source_hashes` gave before the run was loaded; None computes it now.
 
     Raises:
-        InputError: a model of another kind, or one that cannot be exported.
+        InputError: a model of another kind or one that cannot be exported, or see `check_export`.
         OSError: the folder cannot be written.
     """
     model = run.model
@@ -52,31 +57,40 @@ def export_run(
         raise InputError(
             f"run: a {model.config.model_type} model given, but only models of this package can be exported"
         )
-    model = copy.deepcopy(model).to("cpu").float()
+    model = copy.deepcopy(model).to("cpu").float().eval()
     model.set_arithmetic(dataclasses.replace(model.arithmetic, products="float"))
+    codec, state = text_codec(run.tokenizer), state_tensors(model)
     with atomic_folder(folder) as partial:
-        weights = WeightFile(partial)
+        graphs = {}
         for index, name in enumerate(GRAPHS):
             progress("graphs", index, len(GRAPHS))
-            program = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1)
-            weights.save(round_graph(program.model_proto, precision), name)
+            graphs[name] = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1).model_proto
         progress("graphs", len(GRAPHS), len(GRAPHS))
         save_tokenizer(run.tokenizer, partial)
-        manifest = _manifest(run, model, precision, partial)
-        write_whole(partial / README, _readme(manifest))
-        write_whole(partial / MANIFEST, to_json(dataclasses.asdict(manifest), indent=1) + "\n")
+        manifest = Manifest(
+            model_hash=model_hash(run.model),
+            architectures=sorted({entry["architecture"] for entry in model.config.layers}), precision="float32",
+            vocab_size=model.config.vocab_size, n_positions=model.config.n_positions, end_id=codec.end_id,
+            pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=PROMPT_COLUMNS, state=state,
+            source=dict(source_hashes(run.folder) if source is None else source), files={},
+        )  # fmt: skip
+        _write(graphs, manifest, partial)
+        check_export(model, partial)
+        if precision != "float32":
+            graphs = {name: round_graph(onnx.load(partial / name), precision) for name in GRAPHS}
+            _write(graphs, dataclasses.replace(manifest, precision=precision), partial)
+            check_export(model, partial)
 
 
-def _manifest(run: Run, model: MultilinForCausalLM, precision: Precision, folder: Path) -> Manifest:
-    codec = text_codec(run.tokenizer)
-    files = [*GRAPHS, WEIGHTS, "tokenizer.json"]
-    return Manifest(
-        model_hash=model_hash(run.model),
-        architectures=sorted({entry["architecture"] for entry in model.config.layers}), precision=precision,
-        vocab_size=model.config.vocab_size, n_positions=model.config.n_positions, end_id=codec.end_id,
-        pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=PROMPT_COLUMNS, state=describe_state(example_state(model)),
-        source=source_hashes(run.folder), files={name: checksum(folder / name) for name in files},
-    )  # fmt: skip
+def _write(graphs: Mapping[str, onnx.ModelProto], manifest: Manifest, folder: Path) -> None:
+    """Write the graphs, their weights, and the manifest with the checksums of both."""
+    weights = WeightFile(folder)
+    for name, graph in graphs.items():
+        weights.save(graph, name)
+    names = [*graphs, WEIGHTS, "tokenizer.json"]
+    manifest = dataclasses.replace(manifest, files={name: checksum(folder / name) for name in names})
+    (folder / README).write_text(_readme(manifest), encoding="utf-8")
+    (folder / MANIFEST).write_text(to_json(dataclasses.asdict(manifest), indent=1) + "\n", encoding="utf-8")
 
 
 def _readme(manifest: Manifest) -> str:

@@ -21,7 +21,7 @@ LOCK_FILE = ".multilin.lock"
 
 
 @contextlib.contextmanager
-def locked_folder(name: str, path: str | Path) -> Iterator[None]:
+def locked_folder(name: str, path: str | Path, *, waits: bool = False) -> Iterator[None]:
     """Keep other processes out of a folder, which is made if it does not exist.
 
     The operating system holds the lock, on a hidden file, and releases it when this process ends, however it ends. A
@@ -30,16 +30,18 @@ def locked_folder(name: str, path: str | Path) -> Iterator[None]:
     Args:
         name: the flag or field that gave the path; messages begin with it.
         path: the folder.
+        waits: wait until no other process holds the lock.
 
     Raises:
-        InputError: another process holds the lock (the message names it), or the folder cannot be written.
+        InputError: another process holds the lock (the message names it; not with `waits`), or the folder cannot be
+            written.
     """
     folder = check_folder(name, path)
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         with path_errors(name, path):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = _acquire(name, path, folder / LOCK_FILE)
+            descriptor = _acquire(name, path, folder / LOCK_FILE, waits)
         try:
             yield
         finally:
@@ -52,14 +54,14 @@ def locked_folder(name: str, path: str | Path) -> Iterator[None]:
                 made.rmdir()
 
 
-def _acquire(name: str, path: str | Path, lock: Path) -> int:
+def _acquire(name: str, path: str | Path, lock: Path, waits: bool) -> int:
     """The descriptor of the open lock file, which names this process from now on."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             if fcntl is None:
                 raise OSError(errno.ENOSYS, "this system has no such locks")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             holder = _holder(descriptor)
             os.close(descriptor)

@@ -154,12 +154,13 @@ def continue_file(
     if not engine.keeps_states and (state or save_state):
         given = "--state" if state is not None else "--save-state"
         raise InputError(f"{given}: a {engine.kind} model keeps no state that a file could hold; leave it out")
+    owner = engine.owner if state or save_state else None
     sequence = Sequence(engine.new_state())
-    if state is not None:
-        sequence = Sequence.restored(read_state(state, engine.owner), engine)
+    if state is not None and owner is not None:
+        sequence = Sequence.restored(read_state(state, owner), engine)
     result = generate(engine, codec, prompt, settings, sequence=sequence, write=write, echo=echo)
-    if save_state is not None:
-        write_state(sequence.saved(engine), save_state, engine.owner)
+    if save_state is not None and owner is not None:
+        write_state(sequence.saved(engine), save_state, owner)
     return result
 
 

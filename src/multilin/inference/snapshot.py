@@ -54,13 +54,32 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
     """The description of this model's state files.
 
     Raises:
-        InputError: a model of another package, such as GPT-2.
+        InputError: a model of another package, such as GPT-2, or a state that grows, see `state_tensors`.
     """
     if not isinstance(model, MultilinForCausalLM):
         kind = model.config.model_type
         raise InputError(f"run: a {kind} model keeps no state; only models of this package are served and talked with")
+    return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, state_tensors(model))
+
+
+def state_tensors(model: MultilinForCausalLM) -> list[StateTensor]:
+    """Descriptions of the tensors that the model keeps of a text of any length.
+
+    Raises:
+        InputError: names, shapes or dtypes change as tokens are read, in a layer that breaks the contract.
+    """
     tensors = describe_state(example_state(model))
-    return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, tensors)
+    first = _shapes(tensors)
+    for num_tokens in {min(number, model.config.n_positions or number) for number in (2, 100)}:
+        later = _shapes(describe_state(example_state(model, num_tokens)))
+        if later != first:
+            name = next(name for name in [*first, *later] if first.get(name) != later.get(name))
+            before, after = (shapes.get(name, "missing") for shapes in (first, later))
+            raise InputError(
+                "run: the state of this model changes its size, so it cannot be exported, saved or served: "
+                f"{name} is {before} after 1 token and {after} after {num_tokens}"
+            )
+    return tensors
 
 
 def describe_state(state: TextState) -> list[StateTensor]:
@@ -82,6 +101,10 @@ def describe_state(state: TextState) -> list[StateTensor]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             described.append(StateTensor(name, list(tensor.shape[1:]), dtype, kind, is_multiplied))
     return described
+
+
+def _shapes(tensors: list[StateTensor]) -> dict[str, str]:
+    return {about.name: f"{about.dtype} {tuple(about.shape)}" for about in tensors}
 
 
 def save_snapshot(snapshot: Snapshot, path: str | Path, model: MultilinForCausalLM) -> None:
@@ -120,11 +143,13 @@ def from_contents(contents: StateContents, model: MultilinForCausalLM) -> Snapsh
 
 
 @torch.no_grad()
-def example_state(model: MultilinForCausalLM) -> TextState:
-    """A state after one token, which has the same names, shapes and dtypes as any other."""
+def example_state(model: MultilinForCausalLM, num_tokens: int = 1) -> TextState:
+    """A state after so many tokens, the first in a call of its own."""
     state = model.new_state()
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     with evaluation_mode(model):
-        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=state)
+        for piece in (ids[:, :1], ids[:, 1:]) if num_tokens > 1 else (ids,):
+            model(piece, past_key_values=state)
     state.num_columns = 0
     return state
 

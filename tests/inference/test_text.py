@@ -76,7 +76,10 @@ def test_the_pieces_of_any_tokens_are_the_decoded_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [(b"a\xe2", "a"), (b"\xe2\x82", ""), (b"\xf0\x9f\x98", ""), (b"\xe2\xc3", "\ufffd"), (b"\xed\x9f", "")]
-    + [(bad, "\ufffd" * len(bad)) for bad in (b"\x80", b"\xff", b"\xc1", b"\xe0\x9f", b"\xed\xa0", b"\xf0\x8f", b"\xf4\x90")]
+    + [
+        (bad, "\ufffd" * len(bad))
+        for bad in (b"\x80", b"\xff", b"\xc1", b"\xe0\x9f", b"\xed\xa0", b"\xf0\x8f", b"\xf4\x90")
+    ]
     + [("a\ufffd".encode(), "a\ufffd")],
 )
 def test_only_the_beginning_of_a_character_waits_at_the_end(codec: TextCodec, content: bytes, text: str) -> None:

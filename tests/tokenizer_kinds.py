@@ -19,53 +19,18 @@ GPT4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TRAINED_ON = (
-    "It's a text, they'LL say; größer than 漢字 and 仮名! 😀😀 👩‍👩‍👧 costs 1234,50 €. \r\n\r\n  the end\tof the text ÉCOLE été"
-    " हिन्दी العربية ＡＢ　ǅ \u0085 \ufeff ½ ① a\u0301 <|im_start|> <unk> </s> <tool> ▁ "
+    "It's a text, they'LL say; größer than 漢字 and 仮名! 😀😀 👩‍👩‍👧 costs 1234,50 €. \r\n\r\n  the end\tof the text"
+    " ÉCOLE été हिन्दी العربية ＡＢ　ǅ \u0085 \ufeff ½ ① a\u0301 <|im_start|> <unk> </s> <tool> ▁ "
 ) * 3
 # Characters that libraries treat in different ways: whitespace, joiners, marks, titlecase, special foldings, new ones.
 ODD = [
-    *"\x1c\x1d\x1e\x1f\x85\u180e\u200b\ufeff\xa0\u3000\u2028\u2029\u200d\u0345\u0301\u0323\u0334ʕǅſKİΣςß½①٣𝟘₂ffi▁Ġ\x00\x7f\ufffd\uffff",
-    *(
-        "\r\n",
-        "\n\n",
-        "  ",
-        " \u0301",
-        "'S",
-        "'ſ",
-        "'LL",
-        "<|im_start|>",
-        "</s>",
-        "<tool>",
-        "<tool_call>",
-        " <tool>",
-        "<unk>",
-    ),
-    *(
-        "<0xE2>",
-        " constructor",
-        "👩‍👩‍👧",
-        "🇩🇪",
-        "😀",
-        "€",
-        "e\u0301",
-        "\u1acf",
-        "\u088f",
-        "\U0001e6c0",
-        "\U000323b0",
-        "\U00011de0",
-        "\U0010ffff",
-    ),
-    *(
-        "\U000105d2\u0307",
-        "\U00011935\U00011930",
-        "\u0915\u093c",
-        "\ud55c",
-        "\u1112\u1161\u11ab",
-        "\u0344",
-        "\u2126",
-        "\u0958",
-    ),
-]
+    *"\x1c\x1d\x1e\x1f\x85\u180e\u200b\ufeff\xa0\u3000\u2028\u2029\u200d\u0345\u0301\u0323\u0334\x00\x7f\ufffd\uffff",
+    *"ʕǅſKİΣςß½①٣𝟘₂ffi▁Ġ😀€",
+    *("\r\n", "\n\n", "  ", " \u0301", "'S", "'ſ", "'LL", "👩‍👩‍👧", "🇩🇪", " constructor", "e\u0301"),
+    *("<|im_start|>", "</s>", "<tool>", "<tool_call>", " <tool>", "<unk>", "<0xE2>"),
+    *("\u1acf", "\u088f", "\U0001e6c0", "\U000323b0", "\U00011de0", "\U0010ffff", "\U000105d2\u0307"),
+    *("\U00011935\U00011930", "\u0915\u093c", "\ud55c", "\u1112\u1161\u11ab", "\u0344", "\u2126", "\u0958"),
+]  # fmt: skip
 
 
 def added(*names: str, **options: bool) -> list[AddedToken]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError
 from multilin.export.web import check_tokenizer
 from multilin.inference.text import TextCodec, TextStream
@@ -51,10 +52,25 @@ def in_node(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return answers
 
 
+def without_names(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with names of special tokens that no text has: text never becomes one, whatever it spells."""
+    content = json.loads(tokenizer.to_str())
+    names = {token["content"]: f"\ue000{token['id']}" for token in content["added_tokens"] if token["special"]}
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model, renamed = content["model"], lambda name: names.get(name, name)
+    is_list = isinstance(model["vocab"], list)
+    vocabulary = [(renamed(name), value) for name, value in (model["vocab"] if is_list else model["vocab"].items())]
+    model |= {"vocab": vocabulary if is_list else dict(vocabulary)}
+    if "unk_token" in model:
+        model["unk_token"] = renamed(model["unk_token"])
+    return plain_tokenizer(json.dumps(content))
+
+
 def test_the_page_reads_and_writes_text_as_python_does(tmp_path: Path) -> None:
     cases, expected = [], []
     for seed, name in enumerate(KINDS):
-        codec = TextCodec(tokenizer(name), 0, 0)
+        codec, reader = (TextCodec(each, 0, 0) for each in (tokenizer(name), without_names(tokenizer(name))))
         texts = random_texts(seed, 300)
         parts = [
             (ids, len(ids) * (number % 3) // 4) for number, ids in enumerate(random_ids(codec.tokenizer, seed, 300))
@@ -66,8 +82,8 @@ def test_the_page_reads_and_writes_text_as_python_does(tmp_path: Path) -> None:
         cases.append({"content": json.loads(codec.tokenizer.to_str()), "texts": texts, "parts": parts})
         expected.append(
             {
-                "first": [codec.encode(text) for text in texts],
-                "following": [codec.encode_more(text) for text in texts],
+                "first": [reader.encode(text) for text in texts],
+                "following": [reader.encode_more(text) for text in texts],
                 "decoded": [codec.tokenizer.decode(ids) for ids, _ in parts],
                 "streamed": streamed,
             }
@@ -101,13 +117,13 @@ def with_added_token(**options: bool) -> Tokenizer:
     ("refused", "named"),
     [
         (with_part(normalizer=normalizers.NFKC()), "its normalizer has NFKC"),
-        (with_part(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])), "its normalizer has Strip"),
+        (with_part(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])), "normalizer has Strip"),
         (with_part(normalizer=normalizers.BertNormalizer()), "its normalizer has BertNormalizer"),
         (with_part(normalizer=normalizers.Replace("a", "")), "its normalizer has Replace with nothing"),
         (with_part(pre_tokenizer=pre_tokenizers.Punctuation()), "its pre_tokenizer has Punctuation"),
         (with_part(pre_tokenizer=pre_tokenizers.Whitespace()), "its pre_tokenizer has Whitespace"),
         *(
-            (with_part(pre_tokenizer=pre_tokenizers.Split(Regex(pattern), "isolated")), "its pre_tokenizer has the pattern")
+            (with_part(pre_tokenizer=pre_tokenizers.Split(Regex(pattern), "isolated")), "pre_tokenizer has the pattern")
             for pattern in (r"\w+", r"\d", "a*", "(?i:ss)", r"\p{Han}", "a++", "^a", "[a&&b]", "(?<=a)b")
         ),
         (with_part(model=models.WordPiece(unk_token="x")), "its model has WordPiece"),

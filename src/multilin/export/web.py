@@ -41,21 +41,15 @@ TOKENIZER_PARTS = {
     "decoder": ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"),
 }
 TOKENIZER_OPTIONS = (
-    "dropout",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "stop",
-    "lstrip",
-    "rstrip",
-    "single_word",
+    *("dropout", "continuing_subword_prefix", "end_of_word_suffix", "stop"),
+    *("lstrip", "rstrip", "single_word"),
 )
-_CHARACTER = (
-    r"\\[sSrnt]|\\[pP]\{[A-Z][a-z]?\}|\\[^\w\s]|"  # that patterns of Oniguruma and of browsers share, with the rest:
-)
-SIMPLE_PATTERN = re.compile(
-    rf"(?:(?:{_CHARACTER}[^\\()\[\]{{}}.^$*+?|]|\(\?:|\(\?!|\||\)|\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
-    rf"|\[\^?(?:(?!&&)(?:[0-9A-Za-z]-[0-9A-Za-z]|{_CHARACTER}[^\\\[\]^-]))+\])(?:[*+?]|\{{\d+(?:,\d*)?\}})?)*"
-)
+# Patterns that Oniguruma and browsers take in the same way.
+_ESCAPE = r"\\[sSrnt]|\\[pP]\{[A-Z][a-z]?\}|\\[^\w\s]"
+_CLASS = rf"\[\^?(?:(?!&&)(?:[0-9A-Za-z]-[0-9A-Za-z]|{_ESCAPE}|[^\\\[\]^-]))+\]"
+_GROUP = r"\(\?[:!]|\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)|\)|\|"
+_COUNT = r"[*+?]|\{\d+(?:,\d*)?\}"
+SIMPLE_PATTERN = re.compile(rf"(?:(?:{_ESCAPE}|{_CLASS}|{_GROUP}|[^\\()\[\]{{}}.^$*+?|])(?:{_COUNT})?)*")
 
 
 def export_web(

@@ -69,8 +69,8 @@ function split(parts, behavior, invert = false) {
   return words;
 }
 
-// Each takes its settings and gives a function of a text. `follows`: it follows other text, so that no space is put before
-// it; `isFirst`: it begins the whole text.
+// Each takes its settings and gives a function of a text. `follows`: it follows other text, so that no space is put
+// before it; `isFirst`: it begins the whole text.
 const NORMALIZERS = {
   NFC: () => text =>
     cut(text, text.matchAll(NOT_COMPOSED)).map(([part, isNew]) => (isNew ? part : part.normalize("NFC"))).join(""),
@@ -208,16 +208,30 @@ function finder(tokens, normal = name => name) {
     .map(([part, isMatch], i) => [part, isMatch ? found.get(part).id : undefined, i === 0]);
 }
 
+/** A model in which special tokens have names that no text has, so that text never becomes one. */
+function withoutNames(model, special) {
+  if (model.type === "BPE" && !model.ignore_merges) return model; // no merge makes one
+  const names = new Map(special.map(({content, id}) => [content, `\ud800${id}`]));
+  const renamed = name => names.get(name) ?? name, {vocab, merges = []} = model;
+  return {
+    ...model, unk_token: renamed(model.unk_token),
+    vocab: Array.isArray(vocab) ? vocab.map(([name, score]) => [renamed(name), score])
+      : Object.fromEntries(Object.entries(vocab).map(([name, id]) => [renamed(name), id])),
+    merges: merges.filter(([left, right]) => ![left, right, left + right].some(name => names.has(name))),
+  };
+}
+
 export class TextCodec {
   constructor(content) {
     const {model, added_tokens: added} = content;
     this.names = [];
     if (model.type === "Unigram") model.vocab.forEach(([name], id) => (this.names[id] = name));
     else for (const [name, id] of Object.entries(model.vocab)) this.names[id] = name;
-    this.special = new Set(added.filter(token => token.special).map(token => token.id));
+    const special = added.filter(token => token.special);
+    this.special = new Set(special.map(token => token.id));
     this.normalizers = made(NORMALIZERS, content.normalizer);
     this.preTokenizers = made(PRE_TOKENIZERS, content.pre_tokenizer);
-    this.model = MODELS[model.type](model);
+    this.model = MODELS[model.type](withoutNames(model, special));
     this.decoders = content.decoder && made(DECODERS, content.decoder);
     this.decoderTypes = flat(content.decoder).map(part => part.type);
     // Where spaces are dropped, the one that is put before a piece stands for them.
@@ -227,6 +241,10 @@ export class TextCodec {
     this.addedNormal = [false, true].map(follows =>
       finder(added.filter(token => token.normalized), name => this.#normal(name, {follows})));
     this.numTokens = this.names.length;
+  }
+
+  get numTokens() {
+    return this.names.length;
   }
 
   #normal(text, place) {

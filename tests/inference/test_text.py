@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from multilin import InputError
+from multilin.data.added_text import plain_tokenizer
+from multilin.data.encoding import make_encoder
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
 from multilin.inference.text import TextCodec, TextStream
@@ -152,6 +155,21 @@ def test_text_that_is_added_gets_no_space_before_it(codec: TextCodec, name: str,
 
 def test_a_tokenizer_without_such_a_space_adds_text_as_it_is(codec: TextCodec) -> None:
     assert codec.encode_more("a b") == codec.encode("a b")
+
+
+@pytest.mark.parametrize("text", ["</s>", "a</s>b", " </s> </s>"])
+def test_a_model_that_knows_special_tokens_makes_none_of_text(codec: TextCodec, text: str) -> None:
+    """As unigram models do, in whose vocabulary they are the likeliest pieces."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), *((chr(letter), -3.0) for letter in range(33, 127))]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    own = replace(codec, tokenizer=plain_tokenizer(tokenizer.to_str()), end_id=1)
+    for ids in (own.encode(text), own.encode_more(text), own.encode(text, is_start=True)[1:]):
+        assert 1 not in ids
+        assert "".join(own.tokenizer.id_to_token(token) for token in ids).replace("▁", " ").strip() == text.strip()
+    encoder = make_encoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
+    assert encoder.encode([text])[0].tolist() == own.encode(text)
 
 
 @pytest.mark.parametrize("name", ["first", "always", "prepend"])

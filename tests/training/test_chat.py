@@ -1,5 +1,6 @@
 """Conversations: read, made into tokens by a template, packed whole, and scored on answers alone."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,24 @@ def test_a_special_token_without_a_role_is_refused_in_a_message() -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     with pytest.raises(InputError, match=r"here: a message spells the special token '<\|im_end\|>'"):
         ConversationEncoder(tokenizer).encode([{"role": "user", "content": "x<|im_end|>"}, ANSWER], "here")
+
+
+@pytest.mark.parametrize("content", ["m.content", "m.content | lower", "m.content | trim", "m.content[:9]"])
+def test_other_control_tokens_in_messages_are_text(content: str) -> None:
+    """Also those that are not special, but which the template writes, and those that messages spell together."""
+    tokenizer = train_tokenizer([], "byte", None)
+    tokenizer.add_tokens(["<|end|>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ CONTENT }}{{ '<|end|>' if m.role != 'user' }}{% endfor %}".replace(
+            "CONTENT", content
+        )
+    )
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    for texts in (["<|end|>", "x"], ["<|END|>", "x"], ["a<", "|end|>", "b", "x"], ["<|en", "d|>"]):
+        roles = itertools.cycle(["user", "assistant"])
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        ids, _ = ConversationEncoder(tokenizer).encode(messages, "here")
+        assert ids.count(end) == len(texts) // 2
 
 
 def test_texts_to_validate_conversations_on_are_refused(chats: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from multilin.errors import InputError, as_input_error, nearest, prefixed, shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MARK = "\ud800"  # before characters of contents while a template is rendered: half a character, which no text holds
+MARK = "\ud800"  # half a character, which no text holds
 CHAT_FIELDS = ("messages", "prompt", "completion")
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
@@ -84,7 +84,8 @@ class ChatTemplate:
     """Turns messages into tokens by a chat template. Control tokens come from the template, never from a message.
 
     Control tokens are the special tokens, and all others that the template writes around messages. Characters of
-    messages are marked while the template is rendered, so that a control token which a message spells is read as text.
+    messages are marked while the template is rendered, by a `MARK` before them or by another half of a character in
+    their place, so that a control token which a message spells is read as text.
 
     Attributes:
         special: the texts of special tokens.
@@ -105,6 +106,9 @@ class ChatTemplate:
         self.control = {number: token.content for number, token in added.items() if token.content in control}
         self._reader, self._pattern = TextReader(tokenizer, control), _any_of(control, f"(?<!{MARK})")
         self._spelled, self._written = _any_of(control, "(?i)"), _any_of(written)
+        first = sorted({text[0] for token in control for text in (token, token.lower(), token.upper())})
+        self._substitutes = {letter: chr(ord(MARK) + number) for number, letter in enumerate(first, 1)}
+        self._originals = str.maketrans({MARK: "", **{mark: letter for letter, mark in self._substitutes.items()}})
 
     def _example(self) -> str:
         """What the template writes around messages."""
@@ -118,7 +122,7 @@ class ChatTemplate:
         return "\n".join(texts)
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        """The text of messages for `encode`, in which marks stand before characters of their contents.
+        """The text of messages for `encode`, in which characters of their contents are marked.
 
         Args:
             messages: their contents hold no half characters.
@@ -127,16 +131,20 @@ class ChatTemplate:
         Raises:
             InputError: the template looks for a control token that a message spells, or see the argument `render`.
         """
-        # A template that tests or cuts contents may do something else where every character is marked.
+        # A template that tests or cuts contents may do something else where every character has a mark.
         for mark in (self._mark_all, self._mark_spelled):
             marked = [
                 {name: text if name == "role" else mark(text, message["role"]) for name, text in message.items()}
                 for message in messages
             ]
             text = self._render(marked, prompt)
-            if text.replace(MARK, "") == self._render(messages, prompt):
+            if self.plain(text) == self._render(messages, prompt):
                 return text
         raise InputError("messages: they spell a control token that the chat template looks for; write it otherwise")
+
+    def plain(self, text: str) -> str:
+        """A text from `render` without marks."""
+        return text.translate(self._originals)
 
     def _mark_all(self, text: str, role: str) -> str:
         if role != "assistant":
@@ -146,8 +154,12 @@ class ChatTemplate:
         return "".join(part if number % 2 else _marked(part) for number, part in enumerate(parts))
 
     def _mark_spelled(self, text: str, role: str) -> str:
-        kept = self._written if role == "assistant" else None
-        return self._spelled.sub(lambda m: m[0] if kept and kept.fullmatch(m[0]) else _marked(m[0]), text)
+        def mark(match: re.Match[str]) -> str:
+            is_kept = role == "assistant" and self._written.fullmatch(match[0])
+            first, rest = match[0][0], match[0][1:]
+            return match[0] if is_kept else self._substitutes.get(first, MARK + first) + rest
+
+        return self._spelled.sub(mark, text)
 
     def encode(self, text: str, after: int | None = None) -> list[int]:
         """Token ids of a text from `render`, or of a part of one.
@@ -157,7 +169,7 @@ class ChatTemplate:
             after: the token before it; None at the beginning of a text.
         """
         names = self._reader.names
-        text = self._pattern.sub(lambda match: names[match[0]], text).replace(MARK, "")
+        text = self.plain(self._pattern.sub(lambda match: names[match[0]], text))
         if after is None:
             return self._reader.encode(text)
         if after in self.control:  # it decides how the text begins

@@ -12,7 +12,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from multilin.data.chat import MARK, ChatTemplate, cut_marked
+from multilin.data.chat import ChatTemplate, cut_marked
 from multilin.errors import InputError
 from multilin.inference.text import TextCodec, checked
 from multilin.serving.turns import Turn
@@ -84,7 +84,7 @@ class TemplateLayout:
             *earlier, answer = before
             given, bare = answer["content"], answer["content"].strip()
             head, marked = self._render(earlier), self._marked([*earlier, answer | {"content": bare}, *messages])
-            whole = marked.replace(MARK, "")
+            whole = self._template.plain(marked)
             rest = whole.removeprefix(head)
             # Templates leave out spaces around an answer, or put some there, which the model then writes itself.
             for text, after in ((given, rest), (bare, rest.lstrip())):

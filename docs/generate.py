@@ -45,7 +45,8 @@ output: runs/books
   names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate.
 - **Syntax**: of YAML the plain part is read, up to 1 MB: numbers, texts, true, false, null, lists and sections. `1e-3`
   is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused.
-- **Empty sections**, such as `optimizer:` with all its lines commented out, have their defaults; in a row of a sweep they change nothing.
+- **Empty sections**, such as `optimizer:` with all its lines commented out, have their defaults; in a row of a sweep
+  they change nothing.
 - **Checks**: fields outside their bounds, and models that this machine has no memory for, are refused before any work.
 
 ## Built in

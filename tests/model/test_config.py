@@ -177,7 +177,10 @@ def test_the_number_of_heads_and_layers_is_known_to_tools() -> None:
     config = MultilinConfig.from_architecture("additive", **{**SIZES, "num_layers": None}, layers=HYBRID)
     assert (config.num_attention_heads, config.num_hidden_layers) == (4, 2)
     assert MultilinConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
-    assert (config.to_dict()["num_attention_heads"], json.loads(config.to_json_string())["num_attention_heads"]) == (4, 4)
+    assert (config.to_dict()["num_attention_heads"], json.loads(config.to_json_string())["num_attention_heads"]) == (
+        4,
+        4,
+    )
     assert MultilinConfig().num_attention_heads == 1
     for name in ("num_attention_heads", "num_hidden_layers"):
         with pytest.raises(InputError, match=f"{name}: 7 given"):

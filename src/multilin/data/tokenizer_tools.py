@@ -23,8 +23,8 @@ class TokenizerInfo:
 
     special_tokens: role to token.
     tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
-    pieces: the part of the given text that each token stands for; joined they are the text. A character of several tokens
-        is the last one's. None without a text.
+    pieces: the part of the given text that each token stands for; joined they are the text. A character of several
+        tokens is the last one's. None without a text.
     """
 
     vocabulary: int

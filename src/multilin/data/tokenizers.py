@@ -122,8 +122,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token every document starts with; a prompt given to a model starts with it too.
 
-    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends. A tokenizer
-    that got another end-of-text token later, for chats, has the earlier one as its beginning of text.
+    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends. A
+    tokenizer that got another end-of-text token later, for chats, has the earlier one as its beginning of text.
     """
     start = tokenizer.bos_token_id if tokenizer.bos_token in _KNOWN_ENDS else tokenizer.eos_token_id
     assert isinstance(start, int), "tokenizers of this package have an end-of-text token"

@@ -119,7 +119,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _grow_vocabulary(model: PreTrainedModel, weights: dict[str, Any]) -> None:
-    """Take embedding and head out of PEFT's weights, and put them into the model; PEFT saves them if tokens were added."""
+    """Put embedding and head of PEFT's weights, which has them if tokens were added, into the model."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {
         f"{name}.{part}" for name, module in model.named_modules() if module in ends for part in module.state_dict()

@@ -193,9 +193,7 @@ def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedToke
         advice = f"if tokens were added, save the model again after model.resize_token_embeddings({number})"
         if trained_hash is None:
             advice = f"put the original tokenizer.json back, or {advice}"
-        raise InputError(
-            f"{subject} has {number} tokens, but its model was trained with {config.vocab_size}; {advice}"
-        )
+        raise InputError(f"{subject} has {number} tokens, but its model was trained with {config.vocab_size}; {advice}")
     if trained_hash is not None:
         config.tokenizer_hash = tokenizer_hash(tokenizer)
     if end not in (None, tokenizer.eos_token):

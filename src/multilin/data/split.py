@@ -72,8 +72,8 @@ class Split:
     def of_all(cls, census: Census, fraction: float) -> "Split":
         """The split of a text whose documents were all counted.
 
-        The largest documents are removed until at least `ENOUGH` of average size, or one of the largest, fit into
-        `fraction` of the bytes of the others. Of those removed the end is set aside, unless they are conversations or
+        The largest documents are removed until at least `ENOUGH` of average size fit into `fraction` of the others'
+        bytes, and the largest of them does. Of those removed the end is set aside, unless they are conversations or
         very short. Of the others, in the order of their hashes, each one that still fits into `fraction` of their bytes
         is set aside whole; if these are hardly any, so is the shortest of the rest. Equal texts are treated as one, so
         that no validation text is also trained on.

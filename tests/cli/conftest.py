@@ -94,6 +94,14 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def background_exports(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The runs whose export was asked for in the background; none is started."""
+    runs: list[Path] = []
+    monkeypatch.setattr("multilin.export.cache.export_in_background", runs.append)
+    return runs
+
+
 def _with_engine(arguments: tuple[object, ...]) -> list[str]:
     """Text is generated in PyTorch where nothing else is said: exporting every run would take minutes."""
     words = [str(argument) for argument in arguments]

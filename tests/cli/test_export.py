@@ -4,13 +4,17 @@ import importlib.util
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from multilin.cli.main import main
+from multilin.errors import InputError
 from multilin.export import cache
+from multilin.inference.manifest import FORMAT
+from multilin.inference.run_files import MANIFEST
 
 Call = Callable[..., str]
 GREEDY = ("--prompt", "the cat", "--max-new-tokens", 20, "--temperature", 0)
@@ -25,22 +29,35 @@ def run_with_cache(run_folder: Callable[[str], Path], tmp_path_factory: pytest.T
 
 
 @pytest.fixture
+def run_copy(run_folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of a run that was not exported."""
+    return Path(shutil.copytree(run_folder("additive"), tmp_path / "run"))
+
+
+@pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU."""
     monkeypatch.setattr(cache.shutil, "which", lambda _: None)
 
 
+START_IN_BACKGROUND = cache.export_in_background  # which tests replace
+SAMPLED = ("--prompt", "the cat", "--max-new-tokens", 40, "--seed", 3)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu")
-def test_auto_exports_once_and_again_after_a_change(run_with_cache: Path, cli: Call, capsys) -> None:
-    expected = cli("generate", run_with_cache, *GREEDY, "--engine", "torch")
-    command = ["generate", str(run_with_cache), *map(str, GREEDY), "--engine", "auto"]
-    for is_first in (True, False):
-        assert main(command) == 0
-        captured = capsys.readouterr()
-        assert captured.out == expected
-        assert ("exporting" in captured.err) == is_first
-    assert cli("generate", cache.cache_folder(run_with_cache), *GREEDY, "--engine", "onnx") == expected
+def test_auto_exports_in_the_background_once(run_with_cache: Path, cli: Call, monkeypatch) -> None:
+    """The text is the same before and after."""
+    monkeypatch.setattr(cache, "export_in_background", START_IN_BACKGROUND)
+    expected = [cli("generate", run_with_cache, *how, "--engine", "torch") for how in (GREEDY, SAMPLED)]
+    assert [cli("generate", run_with_cache, *how, "--engine", "auto") for how in (GREEDY, SAMPLED)] == expected
+    deadline = time.monotonic() + 500
+    while not cache.is_current(run_with_cache) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    monkeypatch.setattr("multilin.inference.runs.load_run", None)  # the run itself is not loaded any more
+    assert [cli("generate", run_with_cache, *how, "--engine", "auto") for how in (GREEDY, SAMPLED)] == expected
+    monkeypatch.undo()
+    assert cli("generate", cache.cache_folder(run_with_cache), *GREEDY, "--engine", "onnx") == expected[0]
     # A state that one engine saved is continued by the other.
     state = run_with_cache.parent / "text.state"
     first = cli(
@@ -49,13 +66,70 @@ def test_auto_exports_once_and_again_after_a_change(run_with_cache: Path, cli: C
     second = cli(
         "generate", run_with_cache, "--max-new-tokens", 12, "--temperature", 0, "--prompt", "", "--state", state
     )
-    assert first + second == expected
-    next(cache.cache_folder(run_with_cache).glob("weights*")).unlink()  # the export is made again
+    assert first + second == expected[0]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_auto_does_not_wait_for_an_export(
+    run_copy: Path, cli: Call, capsys: pytest.CaptureFixture[str], background_exports: list[Path]
+) -> None:
+    expected = cli("generate", run_copy, *GREEDY, "--engine", "torch")
+    assert background_exports == []  # nobody asked for one
+    assert cli("generate", run_copy, *GREEDY, "--engine", "auto") == expected
+    assert background_exports == [run_copy]
+    folder = cache.cache_folder(run_copy)
+    assert not folder.exists()
+    folder.mkdir(parents=True)  # an export that lacks its graphs
+    kept = {"format": FORMAT, "source": cache.source_hashes(run_copy), "files": {}}
+    (folder / MANIFEST).write_text(json.dumps(kept))
+    assert cli("generate", run_copy, *GREEDY, "--engine", "auto") == expected
+    assert background_exports == [run_copy] * 2
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_an_export_that_failed_is_not_tried_again(
+    run_copy: Path, capsys: pytest.CaptureFixture[str], background_exports: list[Path], monkeypatch
+) -> None:
+    command = ["generate", str(run_copy), *map(str, GREEDY)]
+
+    def fail(*_: object, **__: object) -> None:
+        raise InputError("run: the logits differ")
+
+    monkeypatch.setattr("multilin.export.folder.export_run", fail)
+    with pytest.raises(InputError, match="the logits differ"):
+        cache.keep_export(run_copy)
+    assert not cache.is_current(run_copy)
     assert main(command) == 0
-    assert capsys.readouterr().out == expected
-    config = json.loads((run_with_cache / "config.json").read_text())
-    (run_with_cache / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    assert not cache.is_current(run_with_cache)
+    assert "multilin: engine torch, as run: the logits differ" in capsys.readouterr().err
+    assert background_exports == []
+    assert main([*command, "--engine", "onnx"]) == 2
+    assert "multilin: run: the logits differ" in capsys.readouterr().err
+    config = json.loads((run_copy / "config.json").read_text())
+    (run_copy / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    assert main(command) == 0
+    assert background_exports == [run_copy]
+
+
+def test_the_export_of_a_run_that_changes_meanwhile_is_not_used(run_copy: Path, monkeypatch) -> None:
+    def export_run(_: object, folder: Path, *, source: dict[str, str], **__: object) -> None:
+        (run_copy / "config.json").write_text((run_copy / "config.json").read_text() + " ")
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "source": source, "files": {}}))
+
+    monkeypatch.setattr("multilin.export.folder.export_run", export_run)
+    cache.keep_export(run_copy)
+    assert not cache.is_current(run_copy)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"arithmetic": {"products": "int8"}}], ids=str)
+def test_models_that_graphs_do_not_compute_alike_run_in_torch(run_copy: Path, fields: dict[str, object]) -> None:
+    """The same seed gives the same text, whether or not there is an export."""
+    assert cache.why_torch(run_copy) is None
+    config = json.loads((run_copy / "config.json").read_text())
+    (run_copy / "config.json").write_text(json.dumps(config | fields))
+    assert "graphs compute in float32" in str(cache.why_torch(run_copy))
 
 
 @pytest.mark.usefixtures("cpu")

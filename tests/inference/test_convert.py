@@ -122,6 +122,16 @@ def test_separate_projections_of_older_versions_are_joined(tmp_path: Path) -> No
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_head_of_its_own_is_not_lost(tmp_path: Path) -> None:
+    """Our models of these packages have one matrix for embedding and output."""
+    weights = make_weights()
+    weights["proj_logits.weight"] = weights["word_embedding.weight"] + 1e-3
+    source = write_checkpoint(tmp_path / "source", weights, pickled=False)
+    with pytest.raises(InputError, match=r"weights: \S+ is tied to another parameter .* their values differ"):
+        convert_checkpoint("fastformer", source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize("version", ["base", "release"])
 def test_converted_leap_checkpoints_have_the_logits_of_the_original(tmp_path: Path, version: str) -> None:
     with np.load(GOLDEN / f"leap_{version}.npz") as file:

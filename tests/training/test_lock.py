@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,19 @@ def test_where_there_are_no_locks_a_warning_says_so(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("multilin.files.lock.fcntl", None)
     with pytest.warns(UserWarning, match="cannot be locked"), locked_folder("output", tmp_path):
         pass
+
+
+def test_a_process_may_wait_for_the_lock(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def wait() -> None:
+        with locked_folder("output", tmp_path, waits=True):
+            order.append("second")
+
+    with locked_folder("output", tmp_path):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.2)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]

@@ -43,7 +43,7 @@ class ChatArguments:
     state: PathText | None = None  # go on from the state in this file
     session: Name | None = None  # go on with this session of the server
     api_key: str | None = None  # of the server; better in MULTILIN_API_KEY
-    engine: EngineName = "auto"  # for a folder: auto takes ONNX Runtime on a CPU once the run is exported, in the background, else PyTorch
+    engine: EngineName = "auto"  # for a folder, see `multilin generate --help`
 
 
 def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:

@@ -37,7 +37,10 @@ class ExportArguments:
 
 
 def export(arguments: ExportArguments) -> None:
-    """Write a model as ONNX graphs that run without multilin, and compare them with the original."""
+    """Write a model as ONNX graphs that run without multilin.
+
+    Fails if their logits differ from the model's.
+    """
     check_run_files(arguments.run)
     if (kind := model_type(Path(arguments.run))) not in ("multilin", None):
         raise InputError(f"run: a {kind} model given, but only models of this package can be exported")
@@ -73,7 +76,7 @@ def export(arguments: ExportArguments) -> None:
         except InputError as error:  # the text may be gone; the export is written, and needs none
             reason = str(error)
     if comparison is None:
-        print(f"multilin: not compared with the original: {reason}", file=sys.stderr)
+        print(f"multilin: no scores of the export: {reason}", file=sys.stderr)
     else:
         _print_comparison(comparison, precision)
     if arguments.format == "web":
@@ -148,10 +151,10 @@ def open_at_once(folder: Path, name: EngineName) -> "Iterator[tuple[Engine, Text
     yield engine, codec
     from multilin.export.cache import export_in_background, why_torch
 
-    if name == "auto" and (engine.name, engine.kind) == ("torch", "multilin") and why_torch(folder) is None:
-        if os.access(folder.resolve().parent, os.W_OK):
-            print(f"multilin: exporting {folder} in the background, for the faster engine onnx", file=sys.stderr)
-            export_in_background(folder)
+    lacks_export = name == "auto" and (engine.name, engine.kind) == ("torch", "multilin") and why_torch(folder) is None
+    if lacks_export and os.access(folder.resolve().parent, os.W_OK):
+        print(f"multilin: exporting {folder} in the background, for the faster engine onnx", file=sys.stderr)
+        export_in_background(folder)
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:

@@ -31,9 +31,7 @@ class GenerateArguments:
     prompt_file: PathText | None = None  # file with the text to continue; one newline at its end is left out
     state: PathText | None = None  # go on from the state in this file; the prompt, if any, is added to its text
     save_state: PathText | None = None  # write the state after the last token to this file, to go on from
-    engine: EngineName = (
-        "auto"  # auto takes ONNX Runtime on a CPU once the run is exported, in the background, else PyTorch
-    )
+    engine: EngineName = "auto"  # auto takes PyTorch until a background export for ONNX Runtime is ready, or on a GPU
     echo: bool = True  # also write the prompt itself to stdout
 
 

@@ -33,8 +33,9 @@ PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once
 def check_export(model: MultilinForCausalLM, folder: Path) -> None:
     """Refuse an export whose logits differ from the model's.
 
-    The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each at once.
-    The root mean square of the differences of the logits after all pieces is divided by the logits' standard deviation.
+    The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each at
+    once. The root mean square of the differences of the logits after all pieces is divided by the standard deviation of
+    the logits.
     The first text is long enough to turn every window over, within `LONGEST` tokens.
 
     Args:

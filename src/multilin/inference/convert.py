@@ -156,8 +156,8 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
         source, target: both folders.
 
     Raises:
-        InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, or a target that
-            exists.
+        InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, tied parameters
+            with different values, or a target that exists.
     """
     check_folder("OUTPUT", target, must_be_new=True)
     config = _CONFIGS[kind](_read_config(source))
@@ -175,6 +175,9 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
         raise InputError(f"weights: {min(unknown)} is no parameter of a model with this config.json")
     model = MultilinForCausalLM(config)
     model.load_state_dict(weights)
+    for name, tensor in model.state_dict().items():
+        if not torch.allclose(tensor, weights[name].to(tensor.dtype), rtol=0, atol=0, equal_nan=True):
+            raise InputError(f"weights: {name} is tied to another parameter in our model, but their values differ")
     with atomic_folder(target) as partial:
         model.save_pretrained(partial)
         if tokenizer is not None:

@@ -11,10 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.serving.api import requests
+from multilin.serving.api.requests import ChatRequest, CompletionRequest, ResponseRequest
 from tests.serving.conftest import LONGEST, Server, Start
 from tests.serving.engines import Script
 
@@ -69,8 +72,9 @@ def test_parts_of_characters_are_told_apart(server: Server) -> None:
     body = {"prompt": "é", "max_tokens": 1, "echo": True, "temperature": 0, "logprobs": 20}
     logprobs = server.post("/v1/completions", **body)["choices"][0]["logprobs"]
     assert logprobs["tokens"][:2] == [r"bytes:\xc3", r"bytes:\xa9"]
-    tops = [top for top in logprobs["top_logprobs"] if top]
-    assert {len(top) for top in tops} == {20}
+    for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        assert token in top
+        assert len(top) == 20 + (min(top.values()) == top[token])  # the token itself, where it is none of the likeliest
 
 
 def test_logprobs_tell_of_tokens_that_make_no_character(start: Start, run: Run) -> None:
@@ -87,6 +91,79 @@ def test_logprobs_tell_of_tokens_that_make_no_character(start: Start, run: Run) 
     assert whole["logprobs"]["text_offset"] == list(range(11))
     pieces = [event["choices"][0]["logprobs"] for event in server.stream("/v1/completions", **body)]
     assert [offset for piece in pieces for offset in piece["text_offset"]] == list(range(11))
+
+
+def reported(server: Server, path: str, body: dict[str, Any], *, is_streamed: bool) -> tuple[list[Any], int]:
+    """The choices of an answer, each with its text and its entries of tokens; and the number of tokens generated."""
+    name = "text" if path == "/v1/completions" else "delta" if is_streamed else "message"
+    if is_streamed:
+        events = server.stream(path, **body, stream_options={"include_usage": True})
+    else:
+        events = [server.post(path, **body)]
+    found: dict[int, tuple[str, list[Any]]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        text, entries = found.get(choice["index"], ("", []))
+        text += choice[name] if name == "text" else choice[name].get("content", "")
+        logprobs = choice["logprobs"] or {}
+        new = logprobs.get("content") or [
+            {"token": token, "logprob": value, "top": top, "offset": offset}
+            for token, value, top, offset in zip(*(logprobs.get(key, []) for key in KEYS), strict=True)
+        ]
+        found[choice["index"]] = text, entries + new
+    return [found[index] for index in sorted(found)], events[-1]["usage"]["completion_tokens"]
+
+
+KEYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+ENDS: dict[str, dict[str, Any]] = {
+    "length": {"max_tokens": 5},
+    "one token": {"max_tokens": 1},
+    "end of text": {"max_tokens": 9, "logit_bias": {"0": 1e6}},
+    "end of text after some": {"max_tokens": 400, "logit_bias": {"0": 1e4}, "seed": 3},
+    "end of text that is ignored": {"max_tokens": 5, "logit_bias": {"0": 1e6}, "ignore_eos": True},
+    "stop string": {"max_tokens": 30, "stop": ["e", "a", "o"], "seed": 1},
+    "stop string of two tokens": {"max_tokens": 9, "logit_bias": {"99": 1e6}, "stop": "aa"},
+    "part of a stop string": {"max_tokens": 3, "logit_bias": {"99": 1e6}, "stop": "aaaaa"},
+    "part of a character": {"max_tokens": 3, "logit_bias": {"197": 1e6}},
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("end", ENDS)
+def test_every_token_that_is_counted_has_its_probability(
+    server: Server, path: str, end: str, is_streamed: bool
+) -> None:
+    """Those of the end of text and of a stop string too, wherever an answer ends; and each is among its likeliest."""
+    assert server.service.codec.end_id == 0
+    body = {"prompt": "The", "logprobs": 2, "n": 2}
+    if path == "/v1/chat/completions":
+        body = {"messages": [{"role": "user", "content": "The"}], "logprobs": True, "top_logprobs": 2, "n": 2}
+    choices, num_tokens = reported(server, path, body | ENDS[end], is_streamed=is_streamed)
+    assert sum(len(entries) for _, entries in choices) == num_tokens
+    for text, entries in choices:
+        assert all(entry["logprob"] < 0 for entry in entries)
+        if end.startswith("end of text") and "ignored" not in end:
+            assert entries[-1]["token"] == server.service.codec.tokenizer.id_to_token(0)
+        if path == "/v1/completions":
+            assert all(entry["top"][entry["token"]] == entry["logprob"] for entry in entries)
+            assert all(2 <= len(entry["top"]) <= 3 for entry in entries)
+            offsets = [entry["offset"] for entry in entries]
+            assert offsets == sorted(offsets)
+            assert offsets[-1] <= len(text)
+        else:
+            assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
+def test_a_harness_that_leaves_the_last_entry_out_scores_the_whole_text(server: Server) -> None:
+    """It asks for the prompt and one token, and drops the one, also where the model ends the text there."""
+    ids = server.service.codec.encode("The value of the list", is_start=True)
+    body = {"prompt": [ids], "temperature": 0, "logprobs": 1, "echo": True}
+    alone = server.post("/v1/completions", **body, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
+    for bias in ({}, {"0": 1e6}):
+        answer = server.post("/v1/completions", **body, max_tokens=1, logit_bias=bias)
+        values = answer["choices"][0]["logprobs"]["token_logprobs"]
+        assert values[:-1] == pytest.approx(alone, abs=1e-4)
+        assert len(values) == answer["usage"]["total_tokens"] == len(ids) + 1
 
 
 @pytest.mark.parametrize("end", [{}, {"stop": "\x00"}])
@@ -191,11 +268,81 @@ def test_fields_that_ask_for_what_happens_anyway_are_taken(server: Server) -> No
     plain = server.post("/v1/chat/completions", messages=messages, **GREEDY)
     same = server.post("/v1/chat/completions", messages=messages, **GREEDY, **idle, service_tier="auto")
     assert same["choices"][0]["message"] == plain["choices"][0]["message"]
-    server.post("/v1/completions", prompt="a", **GREEDY, best_of=1)
+    assert server.post("/v1/completions", prompt="a", **GREEDY, n=2, best_of=2, suffix="")["choices"][1]["text"]
     server.post("/v1/completions", prompt=None, **GREEDY)
     server.stream("/v1/completions", prompt="a", **GREEDY, stream_options={"include_usage": None})
     server.post("/v1/responses", input="a", temperature=0, max_output_tokens=2, text={"format": {"type": "text"}})
     assert httpx.head(f"{server.url}/health").status_code == 200  # as uptime probes ask
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+}
+MODELS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_field_is_passed_over_where_it_asks_for_what_happens_anyway(server: Server, path: str) -> None:
+    """Also the nulls of all fields of OpenAI's reference; what is not done is refused by the name of the field."""
+    reference = {
+        "/v1/completions": openai.types.completion_create_params.CompletionCreateParamsBase,
+        "/v1/chat/completions": openai.types.chat.completion_create_params.CompletionCreateParamsBase,
+        "/v1/responses": openai.types.responses.response_create_params.ResponseCreateParamsBase,
+    }[path]
+    server.post(path, **dict.fromkeys(reference.__annotations__) | BODIES[path])
+    server.post(path, **BODIES[path], user="u", safety_identifier="u", prompt_cache_key="k", stop=None, store=False)
+    model = MODELS[path]
+    for name, values in requests.IDLE.items():
+        if name not in model.model_fields:
+            parts = [{key: None} for one in values if isinstance(one, dict) for key in one]
+            for value in [*values, *parts]:
+                model.model_validate(BODIES[path] | {name: value})
+            for value in (["x"], {"x": 1}, "x", 3):
+                with pytest.raises(ValidationError, match=name):
+                    model.model_validate(BODIES[path] | {name: value})
+
+
+def test_fields_of_a_stream_and_of_logprobs_that_ask_for_nothing(server: Server) -> None:
+    chat, text = BODIES["/v1/chat/completions"], BODIES["/v1/completions"]
+    server.post("/v1/chat/completions", **chat, logprobs=False, top_logprobs=0, n=1, logit_bias={})
+    server.post("/v1/chat/completions", **chat, stream=False, stream_options={"include_usage": False})
+    server.stream("/v1/chat/completions", **chat, stream_options={"include_usage": True, "include_obfuscation": False})
+    server.stream("/v1/responses", **BODIES["/v1/responses"], stream_options={"include_obfuscation": False})
+    server.post("/v1/completions", **text, n=1, best_of=1, echo=False, logit_bias={}, suffix="")
+    for body, param in (({"top_logprobs": 2}, "top_logprobs"), ({"metadata": {"a": "b"}}, "metadata")):
+        assert server.call("POST", "/v1/chat/completions", chat | body, status=400)["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "user", "content": None}, "messages[0].content: null given, but it should be a valid string or "),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content: null given"),
+        ({"role": "assistant"}, "messages[0].content: missing"),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[0].content[0].text: null given"),
+        ({"role": "user", "content": 5}, "messages[0].content: 5 given"),
+        ({"role": "user", "content": "a", "name": 5}, "messages[0].name: 5 given, but it should be a valid string"),
+        ({"role": "robot", "content": "a"}, "messages[0].role: 'robot' given, but it should be 'system', "),
+        (None, "messages: null given"),
+    ],
+)
+def test_a_mistake_in_a_message_is_named(server: Server, message: Any, sentence: str) -> None:
+    error = server.call("POST", "/v1/chat/completions", {"messages": [message]}, status=400)["error"]
+    assert error["message"].startswith(sentence)
+    assert error["param"] == "messages"
+
+
+def test_a_message_may_have_a_name_and_parts(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    messages: list[Any] = [
+        [{"role": "user", "content": "hello"}],
+        [{"role": "user", "content": "hello", "name": "Ann"}],
+        [{"role": "user", "content": parts, "name": None}],
+    ]
+    answers = [client.chat.completions.create(model="tiny", messages=each, **GREEDY) for each in messages]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
 
 
 REFUSED = {

@@ -209,7 +209,7 @@ def test_other_control_tokens_in_messages_are_text(content: str) -> None:
         )
     )
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    for texts in (["<|end|>", "x"], ["<|END|>", "x"], ["a<", "|end|>", "b", "x"], ["<|en", "d|>"]):
+    for texts in (["<|end|>", "x"], ["<|END|>", "<|end|>"], ["a<", "|end|>", "b", "x"], ["<|en", "d|>"]):
         roles = itertools.cycle(["user", "assistant"])
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
         ids, _ = ConversationEncoder(tokenizer).encode(messages, "here")

@@ -98,28 +98,30 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, render: Callable[[Sequence[Message], bool], str]) -> None:
         self._render = render
-        added, example = tokenizer.get_added_tokens_decoder(), self._example()
+        written, frame = self._examples()
+        added = tokenizer.get_added_tokens_decoder()
         self.special = [token.content for token in added.values() if token.special]
-        ordinary = {token.content for token in added.values()}.difference(self.special)
-        written = [text for text in ordinary if text.strip() and text in example]
-        control = [*self.special, *written]
+        others = {token.content for token in added.values() if token.content.strip() and token.content in written}
+        control = [*self.special, *others.difference(self.special)]
         self.control = {number: token.content for number, token in added.items() if token.content in control}
         self._reader, self._pattern = TextReader(tokenizer, control), _any_of(control, f"(?<!{MARK})")
-        self._spelled, self._written = _any_of(control, "(?i)"), _any_of(written)
+        self._spelled = _any_of(control, "(?i)")
+        self._own = _any_of(text for text in others.difference(self.special) if text not in frame)
         first = sorted({text[0] for token in control for text in (token, token.lower(), token.upper())})
         self._substitutes = {letter: chr(ord(MARK) + number) for number, letter in enumerate(first, 1)}
         self._originals = str.maketrans({MARK: "", **{mark: letter for letter, mark in self._substitutes.items()}})
 
-    def _example(self) -> str:
-        """What the template writes around messages."""
+    def _examples(self) -> tuple[str, str]:
+        """What the template writes, and the part of it that is around messages of others or after an answer."""
         system, user, answer = (
-            {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "!"), strict=True)
+            {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "\ue000"), strict=True)
         )
-        texts = []
-        for messages in ([system, user, answer], [user, answer], [user]):
+        written, frame = "", ""
+        for messages in ([system, user, answer], [system, user], [user, answer], [user]):
             with contextlib.suppress(InputError):  # it may refuse a role, or need another order
-                texts += [self._render(messages, True), self._render(messages, False)]
-        return "\n".join(texts)
+                written += self._render(messages, True)
+                frame += self._render(messages, False).rpartition("\ue000")[2]
+        return written, frame
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
         """The text of messages for `encode`, in which characters of their contents are marked.
@@ -149,13 +151,13 @@ class ChatTemplate:
     def _mark_all(self, text: str, role: str) -> str:
         if role != "assistant":
             return _marked(text)
-        # The model itself writes tokens that are not special into its answers, such as <think>.
-        parts = self._written.split(text)
+        # Tokens that the template writes in answers alone, such as <think>, the model itself writes there too.
+        parts = self._own.split(text)
         return "".join(part if number % 2 else _marked(part) for number, part in enumerate(parts))
 
     def _mark_spelled(self, text: str, role: str) -> str:
         def mark(match: re.Match[str]) -> str:
-            is_kept = role == "assistant" and self._written.fullmatch(match[0])
+            is_kept = role == "assistant" and self._own.fullmatch(match[0])
             first, rest = match[0][0], match[0][1:]
             return match[0] if is_kept else self._substitutes.get(first, MARK + first) + rest
 

@@ -18,7 +18,7 @@ NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 MOST_STOPS = 8
 # Values that ask for what happens anyway, of fields that a body does not have; members of objects may be left out.
-_IDLE: dict[str, list[Any]] = {
+IDLE: dict[str, list[Any]] = {
     "annotations": [[]], "background": [False], "best_of": [1], "context_management": [[]],
     "function_call": ["auto", "none"], "functions": [[]], "include": [[]], "include_obfuscation": [False],
     "logprobs": [[]], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
@@ -49,7 +49,7 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
-        idle = _IDLE | {"best_of": [1, body.get("n")]}  # as many as are returned
+        idle = IDLE | {"best_of": [1, body.get("n")]}  # as many as are returned
         return {
             name: value for name, value in body.items()
             if (fields[name].is_required() or value is not None if name in fields

@@ -32,12 +32,8 @@ class PlanSettings:
     """The devices that a run would be trained on."""
 
     devices: bounds.Count = 1  # devices that train together
-    kind: Literal["here", "cpu", "h200", "a100"] = (
-        "here"  # here: this machine; cpu: this machine without its accelerator
-    )
-    efficiency: bounds.Share | None = (
-        None  # share of the device's peak that training reaches; null measures or takes 0.4
-    )
+    kind: Literal["here", "cpu", "h200", "a100"] = "here"  # of device: this machine, or its processor, or a GPU's name
+    efficiency: bounds.Share | None = None  # share of the peak that training reaches; by default measured here, or 0.4
     price: bounds.Positive | None = None  # price of an hour of one device
 
 

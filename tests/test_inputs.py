@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multilin.analysis import templates
 from multilin.analysis.compare.sweep import load_sweep
 from multilin.cli.arguments import flags
 from multilin.cli.main import VERBS
+from multilin.cli.messages import as_json
 from multilin.cli.parser import parse
 from multilin.cli.prompts import LARGEST_PROMPT, read_prompt
 from multilin.data import files
@@ -26,6 +28,7 @@ from multilin.errors import InputError
 from multilin.inference.runs import load_run
 from multilin.layers.linear import Arithmetic
 from multilin.model.factory import create_model
+from multilin.serving.api import streams
 from multilin.settings.inputs import LARGEST_YAML, parse_json, parse_yaml, read_bytes, to_json, to_yaml
 from multilin.training.recipe import load_recipe
 
@@ -74,6 +77,13 @@ def test_json_has_null_for_numbers_that_are_not_finite(value: Any) -> None:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     assert json.loads(to_json(value), parse_constant=pytest.fail) == finite(value)
+
+
+def test_answers_and_pages_are_json_too() -> None:
+    value, text = {"a": [math.nan, -math.inf], "b": 1.5}, '{"a":[null,null],"b":1.5}'
+    assert streams.to_json(value).decode() == text
+    page = templates._environment().from_string("{{ value|tojson }}").render(value=value)
+    assert page.replace(" ", "") == as_json(value).replace(" ", "").replace("\n", "") == text
 
 
 @given(PLAIN)

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from multilin.analysis.compare.rows import _parts
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, is_above_chance, pairwise, spread
 from multilin.analysis.compare.sweep import Budget, Sweep, changed
-from multilin.cli.compare import print_comparison
+from multilin.cli.compare import CompareArguments, _next, print_comparison
 from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
 from multilin.scoring.losses import Evaluation, evaluate
@@ -667,8 +668,8 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "The learning rates were not tuned alike: this comparison tried none, and each row has the one of its recipe "
         "or of the sweep. elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
-        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5, when "
-        "elita ends) elita leads, 2.750 below gpt2, the next (57.9 %), no spread between seeds for a test."
+        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
+        "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %), no spread between seeds for a test."
     )
     # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
@@ -755,9 +756,13 @@ def test_rows_of_one_rate_are_not_tuned_alike_either(found: Comparison) -> None:
 @pytest.mark.parametrize(
     ("elita", "gpt2", "said"),
     [
-        ([4, 3, 2.0], [4, 2.9, 1.5], "At equal seconds (5, when elita ends) elita leads, 1.725 below gpt2, the next"),
-        ([2.5, 2.4, 2.3], [2.0, 1.9, 1.5], "At equal seconds (5, when elita ends) gpt2 leads, 0.325 below elita"),
-        ([4, 3, 1.975], [2.0, 1.9, 1.5], "At equal seconds (5, when elita ends) gpt2 and elita are equal"),
+        (
+            [4, 3, 2.0],
+            [4, 2.9, 1.5],
+            "At equal seconds (5.0 s, when elita ends) elita leads, 1.725 below gpt2, the next",
+        ),
+        ([2.5, 2.4, 2.3], [2.0, 1.9, 1.5], "At equal seconds (5.0 s, when elita ends) gpt2 leads, 0.325 below elita"),
+        ([4, 3, 1.975], [2.0, 1.9, 1.5], "At equal seconds (5.0 s, when elita ends) gpt2 and elita are equal"),
     ],
 )
 def test_who_leads_at_equal_seconds(found: Comparison, elita: list[float], gpt2: list[float], said: str) -> None:
@@ -907,6 +912,26 @@ def test_nothing_is_best_where_a_row_left_its_budget(
     for text in shown.values():
         assert not re.search(r"is best with|class=\"best\"|>best<|\| best \||\bbest +\d|within noise of", text)
     assert shown["terminal"].count("not ranked") == 2
+
+
+def test_the_command_to_type_next_follows_from_the_result(found: Comparison, guessed: Comparison) -> None:
+    arguments = CompareArguments(rows=["elita", "gpt2"], tokens=320.0, overwrite=True)
+    sweep = Sweep(rows={}, seeds=[0, 1, 2], budget=Budget(tokens=320.0), output="runs/cats")
+
+    def commands(comparison: Comparison) -> list[str]:
+        return [
+            shlex.join(map(str, words)) for words in _next(arguments, {"data.source": "my books"}, sweep, comparison)
+        ]
+
+    again = "multilin compare elita gpt2 --tokens {} --data.source 'my books'"
+    clear = made_up(found, *CLEAR)
+    generate = f"multilin generate runs/cats/{clear.row('elita').finished[0].folder}"
+    assert commands(clear) == [generate]
+    assert commands(made_up(found, *NOISY)) == [generate, again.format(320).replace(" --data", " --seeds 7 --data")]
+    assert commands(guessed) == [again.format(1280) + " --output runs/cats-longer"]
+    assert commands(dataclasses.replace(clear, off_budget={"gpt2": 1.0})) == [again.format(320) + " --overwrite"]
+    nothing = dataclasses.replace(clear, rows=[], order=[], differences=[])
+    assert commands(nothing) == [again.format(320)]
 
 
 def test_every_p_stays_on_its_line(

@@ -99,19 +99,6 @@ def test_peft_warns_of_adapters_on_tied_embeddings(tied: bool, target: str) -> N
     assert sum("tie_word_embeddings=True" in str(warning.message) for warning in caught) == 2 * tied
 
 
-def test_adapters_that_are_tied_merge_to_the_same_logits() -> None:
-    warnings.simplefilter("ignore")  # PEFT warns of any merging into tied weights
-    model, tokens = make("additive"), ids(2, 9)
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens"], ensure_weight_tying=True)
-    adapted = get_peft_model(model, config)
-    for name, weight in adapted.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    expected = adapted.eval()(input_ids=tokens).logits
-    assert not torch.allclose(expected, make("additive")(tokens).logits)
-    torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_adapters_reach_every_matrix(variant: tuple[str, dict]) -> None:
     name, options = variant

@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from multilin.data.tokenizers import train_tokenizer
+from multilin.inference.generate_run import text_codec
 from multilin.inference.runs import Run
+from multilin.inference.torch_engine import TorchEngine
 from multilin.model.factory import create_model
+from multilin.serving import app
+from multilin.serving.service import Service
+from multilin.serving.settings import ServeLimits
 from tests.serving.conftest import Server, Start
 
 Launch = Callable[..., tuple[str, subprocess.Popen[str]]]
@@ -204,6 +210,64 @@ def test_mistakes_of_the_command_line(
             assert main(["serve", str(run.folder), *arguments]) == 2
             assert words in capsys.readouterr().err
     assert main(["serve", os.devnull]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("https://app.example.org", "https://app.example.org"),
+        ("https://App.Example.org/", "https://app.example.org"),
+        ("https://app.example.org:443", "https://app.example.org"),
+        ("http://app.example.org:443", "http://app.example.org:443"),
+        ("http://localhost:3000/", "http://localhost:3000"),
+        ("http://[0:0::1]:8080", "http://[::1]:8080"),
+        ("tauri://localhost", "tauri://localhost"),
+        ("*", "*"),
+        *((wrong, None) for wrong in (
+            "app.example.org", "localhost:3000", "//app.example.org", "https://", "https://*.example.org",
+            "https://app.example.org/page", "https://app.example.org?", "https://me@app.example.org", "http://[::x]",
+            "https://app.example.org:port", "null", "", " ",
+        )),
+    ],
+)  # fmt: skip
+def test_an_origin_is_understood_as_browsers_send_it_or_refused(
+    run: Run, capsys: pytest.CaptureFixture[str], given: str, sent: str | None
+) -> None:
+    from multilin.cli.main import main
+    from multilin.cli.serve import _origin
+
+    if sent is not None:
+        assert _origin(given) == sent
+        return
+    for origins in (given, f"https://example.org, {given}"):
+        assert main(["serve", str(run.folder), "--cors", origins]) == 2
+        assert f"--cors: {given.strip()!r} given, but it should be an origin such as" in capsys.readouterr().err
+
+
+def test_a_server_whose_model_is_loaded_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers /health soon, and other requests as soon as it can, or with an error that clients understand."""
+    monkeypatch.setattr(app, "HELD_SECONDS", 0.3)
+    monkeypatch.setattr(app, "HELD_HEALTH_SECONDS", 0.1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    body = {"prompt": "a", "max_tokens": 1}
+    with app.Server(listener) as server, ThreadPoolExecutor(1) as pool:
+        for method, path in (("GET", "/health"), ("HEAD", "/health"), ("POST", "/v1/completions"), ("GET", "/metrics")):
+            answer = httpx.request(method, url + path, json=body, timeout=30)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+            if method != "HEAD":
+                assert answer.json()["error"]["message"] == "the model is still being loaded; try again"
+        with pytest.raises(openai.InternalServerError, match="still being loaded"):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models.list()
+        monkeypatch.setattr(app, "HELD_SECONDS", 60.0)
+        waiting = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        service = Service(TorchEngine(run.model), text_codec(run.tokenizer), run.folder, None, ServeLimits())
+        server.open(app.create_app(service), service)
+        assert waiting.result().status_code == 200
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
 
 
 def test_models_of_other_packages_are_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

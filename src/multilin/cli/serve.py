@@ -48,9 +48,10 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
                 service, keys=keys, origins=origins, is_loopback=not keys and _is_loopback(arguments.host),
                 load_run=None if is_export(folder) else functools.partial(load, folder),
             )  # fmt: skip
+            server.open(app, service)
             host, port = listener.getsockname()[:2]
             _say(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", service.name, engine.name, bool(keys))
-            server.answer_until_interrupted(app, service)
+            server.wait()
 
 
 def _check(arguments: ServeArguments) -> list[str]:

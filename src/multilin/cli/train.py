@@ -41,7 +41,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     recipe = load_recipe(arguments.recipe, changes)
     with loading():
         from multilin.cli.progress import ExpectingDisplay
-        from multilin.data.task_text import is_task
+        from multilin.data.task_text import is_task, task_text
         from multilin.training.loop import train
         from multilin.training.run_folder import RunFolder
     with ExpectingDisplay(recipe.output) as display:
@@ -57,6 +57,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
         display.say_reached(result.validation_bits_per_byte, result.tokens)
     if is_task(recipe.data.name):
+        print(f"Guessing would have {100 * task_text(recipe.data.name).train.task.chance:.1f} % right.")
         say_next(["multilin", "generate", result.output])
     else:
         say_next(["multilin", "generate", result.output, "--prompt", "The"], ["multilin", "evaluate", result.output])

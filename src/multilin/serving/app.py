@@ -111,9 +111,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
         self._ended.wait()
 
-    def answer_until_interrupted(self, app: ASGIApp, service: Service) -> None:
-        """Answer requests until SIGINT comes, or another signal whose handler raises an exception."""
+    def open(self, app: ASGIApp, service: Service) -> None:
+        """Answer requests from now on."""
         self._app, self._stop = app, service.scheduler.stop
+
+    def wait(self) -> None:
+        """Wait until SIGINT comes, or another signal whose handler raises an exception."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off for commands that end in &
         with contextlib.suppress(KeyboardInterrupt):
             self._ended.wait()

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 from multilin.analysis.compare.record import FAILED, TOLERANCE, Comparison, RowRecord, guesses, sign
 from multilin.analysis.compare.statistics import FEWEST_SEEDS, LEVEL, Difference, pairwise, spread
-from multilin.errors import listed, plural
+from multilin.errors import duration, listed, plural
 
 UNITS = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 AXES = {"tokens": "training tokens", "seconds": "seconds of training", "flops": "FLOPs"}
@@ -194,7 +194,7 @@ def _at_equal_seconds(comparison: Comparison) -> str:
     measure, rows = comparison.measure, [comparison.row(name) for name in comparison.order]
     ends = {row.name: mean_course(row, measure)[-1]["seconds"] for row in rows}
     first = min(rows, key=lambda row: ends[row.name])
-    when = f"At equal seconds ({ends[first.name]:,.3g}, when {first.name} ends)"
+    when = f"At equal seconds ({duration(ends[first.name])}, when {first.name} ends)"
     found = {row.name: _scores_at(row, ends[first.name], measure) for row in rows}
     late = [name for name, values in found.items() if not values]
     unknown = f" ({listed(late)} had no validation yet)" if late else ""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from multilin.errors import InputError
     from multilin.model import MultilinConfig, MultilinForCausalLM, MultilinModel, TextState
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["InputError", "MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState"]
 
 

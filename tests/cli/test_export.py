@@ -14,7 +14,7 @@ from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.export import cache
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import MANIFEST
+from multilin.inference.run_files import MANIFEST, source_hashes
 
 Call = Callable[..., str]
 GREEDY = ("--prompt", "the cat", "--max-new-tokens", 20, "--temperature", 0)
@@ -80,7 +80,7 @@ def test_auto_does_not_wait_for_an_export(
     folder = cache.cache_folder(run_copy)
     assert not folder.exists()
     folder.mkdir(parents=True)  # an export that lacks its graphs
-    kept = {"format": FORMAT, "source": cache.source_hashes(run_copy), "files": {}}
+    kept = {"format": FORMAT, "source": source_hashes(run_copy), "files": {}}
     (folder / MANIFEST).write_text(json.dumps(kept))
     assert cli("generate", run_copy, *GREEDY, "--engine", "auto") == expected
     assert background_exports == [run_copy] * 2

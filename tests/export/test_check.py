@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,7 +15,7 @@ from onnx import ModelProto, helper, numpy_helper
 from torch import Tensor
 
 from multilin import InputError, MultilinForCausalLM
-from multilin.architectures import register
+from multilin.architectures import base, register
 from multilin.architectures.base import Architecture, LayerOptions, Preset
 from multilin.data.tokenizers import train_tokenizer
 from multilin.export.check import TOLERANCES, check_export
@@ -74,13 +74,19 @@ class OwnLayer(Layer):
         return x_BTD + self.out(torch.tanh(totals_BTD)), OwnState(kept) if layout.needs_state else None
 
 
-register(
-    Architecture(
-        name="own_for_export", title="Own", source="a test", layer=OwnLayer, options=OwnOptions,
-        preset_options=OwnOptions,
-        preset=lambda sizes, choices: Preset(layers=[OwnOptions.from_choices(choices)] * sizes.num_layers),
-    )
-)  # fmt: skip
+@pytest.fixture(scope="module", autouse=True)
+def own_architecture() -> Iterator[None]:
+    """The layer above is an architecture in these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "_registry", dict(base._registry))
+        register(
+            Architecture(
+                name="own_for_export", title="Own", source="a test", layer=OwnLayer, options=OwnOptions,
+                preset_options=OwnOptions,
+                preset=lambda sizes, choices: Preset(layers=[OwnOptions.from_choices(choices)] * sizes.num_layers),
+            )
+        )  # fmt: skip
+        yield
 
 
 def own_run(folder: Path, state: str) -> Run:

@@ -1,13 +1,14 @@
 """`multilin chat` with a server and with a folder."""
 
 import asyncio
+import contextlib
 import functools
 import io
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,8 +98,14 @@ def test_an_answer_may_hold_what_python_takes_for_ends_of_lines(start: Start, ru
 def test_ctrl_c_ends_an_answer_which_is_kept_unless_it_comes_twice(
     place: str, num_signals: int, start: Start, run: Run, talk: Talk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine, opened = Watched(TorchEngine(run.model), seconds=0.01), chat.open_engine
-    monkeypatch.setattr(chat, "open_engine", lambda *names: (engine, *opened(*names)[1:]))
+    engine, opened = Watched(TorchEngine(run.model), seconds=0.01), chat.open_at_once
+
+    @contextlib.contextmanager
+    def open_watched(*names: Any) -> Iterator[tuple[Any, Any]]:
+        with opened(*names) as (_, codec):
+            yield engine, codec
+
+    monkeypatch.setattr(chat, "open_at_once", open_watched)
     target, flags = (start(engine).url, ()) if place == "server" else (str(run.folder), ("--engine", "torch"))
 
     def interrupt() -> None:

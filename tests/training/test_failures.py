@@ -50,10 +50,10 @@ def make_gradient_infinite(model: torch.nn.Module) -> RemovableHandle:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (make_loss_nan, "loss of step 6 is nan, first in the forward pass of model.embedding.tokens"),
+        (make_loss_nan, "loss of step 6 is nan, first in the forward pass of model.embedding.embed_tokens"),
         (
             make_gradient_infinite,
-            r"gradient norm of step 6 is \w+, first in the backward pass of model.embedding.tokens",
+            r"gradient norm of step 6 is \w+, first in the backward pass of model.embedding.embed_tokens",
         ),
     ],
 )

@@ -81,6 +81,7 @@ def run(folder: Path, name: str) -> list[list[float]]:
     return course(folder)
 
 
+@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama does not take", "ignore:gpt2 does not take")
 @pytest.mark.parametrize(
     "name", [*ONE_PROCESS, *(pytest.param(name, marks=pytest.mark.slow) for name in TWO_PROCESSES)]
 )

@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError
-from multilin.files import atomic_folder, beside, checksum, remove_partials
+from multilin.files import atomic_folder, beside, remove_partials
 from multilin.files.lock import locked_folder
 from multilin.inference.engine import Engine
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import (
-    ADAPTER_CONFIG,
-    MANIFEST,
-    base_of,
-    below_adapters,
-    is_adapter,
-    is_export,
-)
+from multilin.inference.run_files import MANIFEST, below_adapters, is_export, source_hashes
 from multilin.inference.text import TextCodec
 
 if TYPE_CHECKING:
@@ -117,16 +110,6 @@ def export_in_background(run: Path) -> None:
         [sys.executable, "-c", program, str(run.resolve())], start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-
-
-def source_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a run from which its export is made, those of the model below its adapters included."""
-    weights = sorted(path.name for path in folder.glob("*.safetensors"))
-    names = ["config.json", ADAPTER_CONFIG, "tokenizer.json", *weights]
-    hashes = {name: checksum(folder / name) for name in names if (folder / name).is_file()}
-    if is_adapter(folder) and (base := Path(base_of(folder))).is_dir():
-        hashes |= {f"base/{name}": found for name, found in source_hashes(base).items()}
-    return hashes
 
 
 def why_torch(run: Path) -> str | None:

@@ -11,14 +11,13 @@ import onnx
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import save_tokenizer
 from multilin.errors import InputError
-from multilin.export.cache import source_hashes
 from multilin.export.check import check_export
 from multilin.export.graph import make_graph
 from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
 from multilin.files import atomic_folder, checksum
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import GRAPHS, Manifest
-from multilin.inference.run_files import MANIFEST
+from multilin.inference.run_files import MANIFEST, source_hashes
 from multilin.inference.runs import Run
 from multilin.inference.snapshot import model_hash, state_tensors
 from multilin.model import MultilinForCausalLM

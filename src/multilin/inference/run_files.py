@@ -162,3 +162,13 @@ def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
             f"{field}: the weights in {folder} are not those that the recipe records (model.start_hash); put them "
             "back, or name model.start again to begin with what is there now"
         )
+
+
+def source_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of a run from which its export is made, those of the model below its adapters included."""
+    weights = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = ["config.json", ADAPTER_CONFIG, "tokenizer.json", *weights]
+    hashes = {name: checksum(folder / name) for name in names if (folder / name).is_file()}
+    if is_adapter(folder) and (base := Path(base_of(folder))).is_dir():
+        hashes |= {f"base/{name}": found for name, found in source_hashes(base).items()}
+    return hashes

@@ -240,7 +240,6 @@ export class TextCodec {
     this.added = finder(added.filter(token => !token.normalized));
     this.addedNormal = [false, true].map(follows =>
       finder(added.filter(token => token.normalized), name => this.#normal(name, {follows})));
-    this.numTokens = this.names.length;
   }
 
   get numTokens() {

@@ -171,7 +171,14 @@ def test_samples_are_text_to_the_browser(found: Comparison) -> None:
 def test_no_two_of_many_rows_are_drawn_alike(found: Comparison, tmp_path: Path, browser: Any) -> None:
     rows = [dataclasses.replace(found.row("elita"), name=f"row {number}", colour=number) for number in range(30)]
     (tmp_path / "many.html").write_text(
-        as_html(dataclasses.replace(found, rows=rows, order=[row.name for row in rows], differences=[]))
+        as_html(
+            dataclasses.replace(
+                found,
+                rows=rows,
+                order=[row.name for row in rows],
+                differences=pairwise({row.name: row.score for row in rows}, found.measure),
+            )
+        )
     )
     page = browser.new_page()
     page.goto(f"file://{tmp_path}/many.html")

@@ -151,7 +151,8 @@ def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | 
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     added = content.pop("added_tokens")
-    for end in dict.fromkeys((tokenizer.eos_token, tokenizer.bos_token, *_KNOWN_ENDS)):
+    ends: list[str | None] = [tokenizer.eos_token, tokenizer.bos_token, *_KNOWN_ENDS]
+    for end in dict.fromkeys(ends):
         others = json.dumps(content | {"eos": end}, sort_keys=True)[1:].encode()
         for number in range(len(added), -1, -1):  # the keys are sorted, so these come first
             first = f'{{"added_tokens": {json.dumps(added[:number], sort_keys=True)}, '.encode()

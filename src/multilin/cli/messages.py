@@ -51,8 +51,6 @@ def loading(name: str = "") -> Iterator[None]:
         # What imports make stays; garbage collections that look at it again and again take a quarter of their time.
         gc.disable()
         stack.callback(gc.enable)
-        if not gc.get_freeze_count():
-            stack.callback(gc.freeze)
         from transformers.utils import logging
 
         from multilin.machine import keep_freed_memory

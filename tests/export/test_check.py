@@ -200,7 +200,7 @@ def test_a_rounded_export_is_checked_too(exports: Exports, tmp_path: Path, monke
     monkeypatch.setattr(
         "multilin.export.folder.make_graph", lambda _, num_columns: SimpleNamespace(model_proto=made[num_columns])
     )
-    with pytest.raises(InputError, match=r"differ by .* 8bit allows 5.0%"):
+    with pytest.raises(InputError, match=r"differ by .* 8bit allows 10.0%"):
         export_run(run, tmp_path / "wrong", "8bit", round_graph=double_the_matrices)
     assert list(tmp_path.iterdir()) == []
 

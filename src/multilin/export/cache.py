@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from multilin.inference.runs import Run
 
 
+_IN_BACKGROUND: list[subprocess.Popen[bytes]] = []
+
+
 def open_model(
     folder: Path, load: "Callable[[Path], Run] | None" = None, *, num_threads: int | None = None, spins: bool = False
 ) -> tuple[Engine, TextCodec]:
@@ -106,10 +109,11 @@ def export_in_background(run: Path) -> None:
         "import os, pathlib, sys; getattr(os, 'nice', int)(19); from multilin.export.cache import keep_export; "
         "keep_export(pathlib.Path(sys.argv[1]))"
     )
-    subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", program, str(run.resolve())], start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
+    _IN_BACKGROUND.append(process)  # Python warns of one that it forgets while it runs
 
 
 def why_torch(run: Path) -> str | None:

@@ -23,11 +23,10 @@ from multilin.model.memory import parameter_bytes
 
 NUM_ROWS, NUM_TOKENS = 16, 256  # of the validation text
 NUM_GREEDY = 200
-TOLERANCES = {"float32": 1e-3, "8bit": 0.05, "4bit": 0.5}
+TOLERANCES = {"float32": 1e-3, "8bit": 0.1, "4bit": 0.5}
 """Largest relative difference of logits by precision, see `check_export`.
 
-Additive attention, ELiTA, Gated DeltaNet, linear mixers and TScale with wide random weights differ by 1e-6, 0.023 and
-0.27 at most, trained ones by less.
+Models of random weights were seen to differ by 1e-6, 0.063 and 0.27 at most, trained ones by less.
 """
 LONGEST, SHORTEST, SHORT = 4096, 512, 200  # tokens of random texts
 PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once

@@ -13,6 +13,7 @@ import pytest
 from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.export import cache
+from multilin.files.lock import locked_folder
 from multilin.inference.manifest import FORMAT
 from multilin.inference.run_files import MANIFEST, source_hashes
 
@@ -85,6 +86,30 @@ def test_auto_does_not_wait_for_an_export(
     assert cli("generate", run_copy, *GREEDY, "--engine", "auto") == expected
     assert background_exports == [run_copy] * 2
     assert not folder.exists()
+
+
+@pytest.mark.usefixtures("cpu")
+def test_one_export_in_the_background_is_enough(
+    run_copy: Path, capsys: pytest.CaptureFixture[str], background_exports: list[Path]
+) -> None:
+    with locked_folder("export", cache.cache_folder(run_copy).parent):  # as the process that exports holds it
+        assert main(["generate", str(run_copy), *map(str, GREEDY)]) == 0
+    assert "multilin: still exporting" in capsys.readouterr().err
+    assert background_exports == []
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_run_that_trained_for_long_is_exported_at_its_end(
+    tmp_path: Path, cli: Call, text_file: Path, background_exports: list[Path], monkeypatch
+) -> None:
+    sizes = ["--model.hidden_size", 32, "--model.num_layers", 1, "--model.n_positions", 32, "--training.max_steps", 1]
+    text = ["--data.source", text_file, "--tokenizer.kind", "byte", "--output", tmp_path / "run"]
+    command = ["train", *text, *sizes]
+    cli(*command)
+    assert background_exports == []
+    monkeypatch.setattr("multilin.cli.export.EXPORT_SECONDS", 0.0)
+    cli(*command, "--overwrite")
+    assert background_exports == [tmp_path / "run"]
 
 
 @pytest.mark.usefixtures("cpu")

@@ -27,6 +27,7 @@ from multilin.files import checksum
 from multilin.inference import convert, state_file
 from multilin.model import config
 from multilin.model.factory import BaselineOptions
+from multilin.settings import without_empty
 from multilin.training import checkpoints
 from multilin.training.recipe import Recipe
 from tests.fuzz import damage as d
@@ -202,8 +203,13 @@ def sweeps(folder: Path) -> Iterator[Case]:
     line, file = "compare sweep.yaml", "sweep.yaml"
     yield from damaged(line, file, d.YAML.items(), "ROWS|rows|nonsense|model|training|output")
     for field, hint in get_type_hints(Sweep, include_extras=True).items():
-        contents = [d.plain(SWEEP | {field: value}) for value in d.some(d.bad_values(hint), 5, field)]
+        contents = [d.plain(SWEEP | {field: value}) for value in d.some(_bad_values(hint, field), 5, field)]
         yield from damaged(line, file, [("", d.replaced(content)) for content in contents], field)
+
+
+def _bad_values(hint: Any, field: str) -> list[Any]:
+    """Values that a field of a sweep refuses; a section or a list that is null is an empty one."""
+    return [value for value in d.bad_values(hint) if without_empty(Sweep, {field: value})]
 
 
 def timings(folder: Path) -> Iterator[Case]:
@@ -326,14 +332,14 @@ def _parquet(**columns: Any) -> bytes:
 def bad_texts() -> dict[str, bytes]:
     """Content of files, by name, that is no text of their format."""
     lines, text, parquet = LINES.encode(), TEXT.encode(), _parquet(text=["the cat"] * 40)
-    rows = [b"{", b"[1]", b'{"o": "x"}', b'{"text": 3}', b'{"text": null}', b'"x"', b"x\xe9", b"[" * 10**5]
+    rows = [b"{", b"[1]", b'{"o": "x"}', b'{"text": 3}', b'"x"', b"x\xe9", b"[" * 10**5]
     bad = {f"bad{number}.jsonl": lines + row + b"\n" for number, row in enumerate([*rows, b'{"text": "\\ud800"}'])}
     bad |= {"latin.txt": text + b"caf\xe9", "utf16.txt": TEXT.encode("utf-16"), "text.pdf": b"%PDF", "none": b"x"}
     bad |= {"o.csv": b"o\nx\n", "latin.csv": b"text\ncaf\xe9\n", "head.csv": b"text\n", "short.csv": b"id,text\n1\n"}
     bad |= {f"empty.{ending}": b"" for ending in ("txt", "jsonl", "csv", "parquet", "txt.gz", "txt.zst")}
     bad |= {f"cut{share}.parquet": parquet[: int(share * len(parquet))] for share in (0.3, 0.99)}
     bad |= {"no.parquet": b"PAR1" + bytes(99) + b"PAR1", "flipped.parquet": parquet[:60] + bytes(40) + parquet[100:]}
-    columns: dict[str, Any] = {"int": [1], "null": ["a", None], "list": [["a"]], "zero": pyarrow.array([], "string")}
+    columns: dict[str, Any] = {"int": [1], "list": [["a"]], "zero": pyarrow.array([], "string")}
     bad |= {f"{name}.parquet": _parquet(text=column) for name, column in columns.items()}
     bad |= {"o.parquet": _parquet(o=["a"])}
     for ending, content in (("gz", gzip.compress(lines)), ("zst", zstandard.compress(lines))):

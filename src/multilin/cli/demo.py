@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from multilin.cli.export import export_trained
 from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
@@ -49,6 +50,7 @@ def demo(changes: Changes) -> None:
     with TrainingDisplay() as display:
         result = train(recipe, overwrite=True, progress=display)
         text = read_text(recipe, display.prepare)
+    export_trained(result)
     counted = {name: NgramModel(text.train, order).bits_per_byte(text.validation) for name, order in NGRAMS.items()}
     console.print()
     _print_scores(counted, result)

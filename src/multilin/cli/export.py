@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from multilin.cli.messages import check_installed, load, say_next
+from multilin.cli.messages import check_installed, is_main_process, load, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.files import beside, check_folder
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from multilin.export.weights import Precision
     from multilin.inference.engine import Engine
     from multilin.inference.text import TextCodec
+    from multilin.training.outcomes import RunResult
+
+EXPORT_SECONDS = 30.0
+"""About what an export takes on two cores."""
 
 
 @settings
@@ -149,11 +153,27 @@ def open_at_once(folder: Path, name: EngineName) -> "Iterator[tuple[Engine, Text
     """
     engine, codec = open_engine(folder, name, waits=False)
     yield engine, codec
-    from multilin.export.cache import export_in_background, why_torch
+    if name == "auto" and engine.name == "torch":
+        export_later(folder)
 
-    lacks_export = name == "auto" and (engine.name, engine.kind) == ("torch", "multilin") and why_torch(folder) is None
-    if lacks_export and os.access(folder.resolve().parent, os.W_OK):
-        print(f"multilin: exporting {folder} in the background, for the faster engine onnx", file=sys.stderr)
+
+def export_trained(result: "RunResult") -> None:
+    """Begin to export a new run, so that its first text comes at once, unless training took less than that takes."""
+    if result.seconds > EXPORT_SECONDS and is_main_process():
+        export_later(Path(result.output))
+
+
+def export_later(folder: Path) -> None:
+    """Begin to export a run in the background, for the next `generate`; only where ONNX Runtime can run the model."""
+    from multilin.export.cache import export_in_background, is_exporting, why_torch
+
+    is_ours = model_type(folder) == "multilin"
+    if not (is_ours and os.access(folder.resolve().parent, os.W_OK) and why_torch(folder) is None):
+        return
+    begins = not is_exporting(folder)
+    verb = "exporting" if begins else "still exporting"
+    print(f"multilin: {verb} {folder} in the background, for the faster engine onnx", file=sys.stderr)
+    if begins:
         export_in_background(folder)
 
 

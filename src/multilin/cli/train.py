@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 from multilin.cli.arguments import POSITIONAL
+from multilin.cli.export import export_trained
 from multilin.cli.messages import loading, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError, plural
@@ -56,6 +57,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         display.can_forecast = recipe.schedule.name == "linear"
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
         display.say_reached(result.validation_bits_per_byte, result.tokens)
+    export_trained(result)
     if is_task(recipe.data.name):
         print(f"Guessing would have {100 * task_text(recipe.data.name).train.task.chance:.1f} % right.")
         say_next(["multilin", "generate", result.output])

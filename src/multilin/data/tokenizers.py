@@ -12,7 +12,7 @@ from typing import Literal
 
 import huggingface_hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from multilin.data.byte_level import BYTES, token_bytes
@@ -383,8 +383,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
+    """What tokenizer.json holds; config.json is not read, since the class of its model may be anyone's code."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
-        tokenizer = AutoTokenizer.from_pretrained(path_or_name, trust_remote_code=False)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InputError(f"tokenizer: {shown(path_or_name)} comes without a tokenizer.json, which is needed")
-    return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(path_or_name)

@@ -103,6 +103,15 @@ def keep_export(run: Path, load: "Callable[[Path], Run] | None" = None, progress
             raise
 
 
+def is_exporting(run: Path) -> bool:
+    """True if another process exports a run into its cache."""
+    try:
+        with locked_folder("export", cache_folder(run).parent):
+            return False
+    except InputError:
+        return True
+
+
 def export_in_background(run: Path) -> None:
     """Call `keep_export` in a process of its own, which gives way to all others and outlives this one."""
     program = (

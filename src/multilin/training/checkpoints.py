@@ -159,11 +159,18 @@ def read_progress(checkpoint: Path, own: dict[str, Any] | None = None) -> dict[s
     with loading(checkpoint / PROGRESS):
         values = read_json(checkpoint / PROGRESS)
         check_like(values, own)
-        if missing := own.keys() - values.keys():
-            raise ValueError(f"it has no {min(missing)}")
+        _check_complete(values, own)
         if values["step"] != checkpoint_step(checkpoint):
             raise ValueError(f"step is {shown(values['step'])}")
         return dict(values)
+
+
+def _check_complete(values: dict[str, Any], own: dict[str, Any], section: str = "") -> None:
+    if missing := own.keys() - values.keys():
+        raise ValueError(f"it has no {section}{min(missing)}")
+    for name, inner in own.items():
+        if isinstance(inner, dict):
+            _check_complete(values[name], inner, f"{name}.")
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:

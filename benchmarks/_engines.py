@@ -19,10 +19,10 @@ from multilin.errors import InputError
 from multilin.export.folder import export_run
 from multilin.files import atomic_folder
 from multilin.inference.engine import Engine
-from multilin.inference.runs import Run
 from multilin.inference.state_contents import StateContents
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
+from multilin.runs.load import Run
 
 ENGINES = ("torch", "onnx", "onnx-8bit", "ctranslate2", "ctranslate2-int8")
 _PACKAGES = {"onnx": ("onnxruntime", "onnx", "onnxscript"), "ctranslate2": ("ctranslate2",)}

@@ -37,7 +37,7 @@ from multilin.data.corpora import BUILT_IN
 from multilin.data.tokenizers import train_tokenizer
 from multilin.export.folder import export_run
 from multilin.inference.engine import Engine
-from multilin.inference.runs import Run
+from multilin.runs.load import Run
 
 SLOTS = 64
 CLIENTS = 32  # that fill sessions and memory

@@ -25,9 +25,9 @@ from multilin.data import files
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.runs import load_run
 from multilin.layers.linear import Arithmetic
 from multilin.model.factory import create_model
+from multilin.runs.load import load_run
 from multilin.serving.api import streams
 from multilin.settings.inputs import LARGEST_YAML, parse_json, parse_yaml, read_bytes, to_json, to_yaml
 from multilin.training.recipe import load_recipe

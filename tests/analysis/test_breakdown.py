@@ -20,8 +20,8 @@ from multilin.data.packed_text import PackedText
 from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.runs import Run
 from multilin.model.factory import create_model
+from multilin.runs.load import Run
 from multilin.scoring.losses import evaluate, read_blocks
 from multilin.training.recipe import load_recipe
 

@@ -13,8 +13,8 @@ from multilin.analysis.settings import EvaluationSettings
 from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.runs import Run, load_run
 from multilin.model.factory import create_model
+from multilin.runs.load import Run, load_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports warn about themselves
 

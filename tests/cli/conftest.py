@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from multilin.cli.main import main
 from multilin.data.tokenizers import train_tokenizer
-from multilin.inference.runs import Run, load_run
 from multilin.model.factory import create_model
+from multilin.runs.load import Run, load_run
 from tests.letters import write_letters
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")

@@ -17,8 +17,8 @@ from multilin.analysis.explain.page import picture
 from multilin.analysis.explain.removal import Removal
 from multilin.analysis.explain.run import Report, answer
 from multilin.architectures import architectures
-from multilin.inference.runs import load_run
 from multilin.layers.reading import Reader, Reading, record_readings
+from multilin.runs.load import load_run
 from tests.cli.conftest import N_POSITIONS
 
 Call = Callable[..., str]

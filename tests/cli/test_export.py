@@ -15,7 +15,7 @@ from multilin.errors import InputError
 from multilin.export import cache
 from multilin.files.lock import locked_folder
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import MANIFEST, source_hashes
+from multilin.runs.files import MANIFEST, source_hashes
 
 Call = Callable[..., str]
 GREEDY = ("--prompt", "the cat", "--max-new-tokens", 20, "--temperature", 0)
@@ -55,7 +55,7 @@ def test_auto_exports_in_the_background_once(run_with_cache: Path, cli: Call, mo
     deadline = time.monotonic() + 500
     while not cache.is_current(run_with_cache) and time.monotonic() < deadline:
         time.sleep(0.2)
-    monkeypatch.setattr("multilin.inference.runs.load_run", None)  # the run itself is not loaded any more
+    monkeypatch.setattr("multilin.runs.load.load_run", None)  # the run itself is not loaded any more
     assert [cli("generate", run_with_cache, *how, "--engine", "auto") for how in (GREEDY, SAMPLED)] == expected
     monkeypatch.undo()
     assert cli("generate", cache.cache_folder(run_with_cache), *GREEDY, "--engine", "onnx") == expected[0]

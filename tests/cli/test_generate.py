@@ -12,9 +12,9 @@ from multilin.cli.main import main
 from multilin.errors import InputError
 from multilin.inference.generate import Sequence
 from multilin.inference.generate_run import generate_text
-from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from tests.cli.conftest import N_POSITIONS
 
 SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]

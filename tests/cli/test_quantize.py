@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from multilin.inference.runs import load_run
+from multilin.runs.load import load_run
 
 Call = Callable[..., str]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from multilin.data.tokenizers import train_tokenizer
-from multilin.inference.runs import load_run
 from multilin.model.factory import create_model
+from multilin.runs.load import load_run
 from tests.cli.conftest import N_POSITIONS
 
 Call = Callable[..., str]

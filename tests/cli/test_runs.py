@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from multilin.analysis.evaluate.run import validation_text
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.inference.generate_run import text_codec
-from multilin.inference.runs import load_run
+from multilin.runs.load import load_run
 from multilin.training.recipe import load_recipe
 from multilin.training.run_folder import RunFolder
 

@@ -9,9 +9,9 @@ from multilin import MultilinForCausalLM
 from multilin.architectures import architectures
 from multilin.data.tokenizers import train_tokenizer
 from multilin.export.folder import export_run
-from multilin.inference.runs import Run, load_run
 from multilin.model import MultilinConfig
 from multilin.model.factory import create_model
+from multilin.runs.load import Run, load_run
 from tests.contract.conftest import HYBRIDS
 
 N_POSITIONS = 300

@@ -25,13 +25,13 @@ from multilin.files import checksum
 from multilin.inference.generate import continue_file
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import GRAPHS
-from multilin.inference.run_files import MANIFEST
-from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.snapshot import state_tensors
 from multilin.inference.torch_engine import TorchEngine
 from multilin.layers import Layer, Layout, Linear
 from multilin.model.factory import create_model
+from multilin.runs.files import MANIFEST
+from multilin.runs.load import Run
 from multilin.settings import settings
 from tests.export.conftest import FAST, Exports
 

@@ -21,9 +21,9 @@ from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import MANIFEST
 from multilin.inference.onnx_engine import OnnxEngine
 from multilin.inference.onnx_state import OnnxState
-from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports, make_run
 from tests.serving.engines import Script
 

@@ -19,8 +19,8 @@ from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.export import web
 from multilin.inference.onnx_engine import OnnxEngine
-from multilin.inference.runs import Run
 from multilin.model.factory import create_model
+from multilin.runs.load import Run
 
 PROMPT = "A prompt – with more than one piece of tokens, and characters of two and more bytes: größer, 漢字, 😀.\n"
 

@@ -27,8 +27,8 @@ from multilin.files import checksum
 from multilin.inference import convert, state_file
 from multilin.model import config
 from multilin.model.factory import BaselineOptions
+from multilin.runs import checkpoints
 from multilin.settings import without_empty
-from multilin.training import checkpoints
 from multilin.training.recipe import Recipe
 from tests.fuzz import damage as d
 from tests.fuzz.material import LINES, RECIPE, RUNS, SWEEP, TASK, TEXT, checkpoint_of

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from multilin.errors import InputError
-from multilin.inference.adapters import insert_adapters
-from multilin.inference.runs import load_run
 from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import BASELINES, create_model
+from multilin.runs.adapters import insert_adapters
+from multilin.runs.load import load_run
 from multilin.training.assemble import build_model, read_text
 from multilin.training.loop import train
 from multilin.training.recipe import load_recipe

@@ -17,10 +17,10 @@ from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.generate_run import generate_text
 from multilin.inference.rollout_run import rollout_run
-from multilin.inference.runs import Run, load_run
 from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.model.factory import create_model, model_names
 from multilin.model.memory import activation_bytes, available_memory, check_memory, loss_bytes, parameter_bytes
+from multilin.runs.load import Run, load_run
 from multilin.training.loop import train
 from multilin.training.recipe import load_recipe
 

@@ -18,9 +18,9 @@ from multilin.data.tokenizers import train_tokenizer
 from multilin.export.folder import export_run
 from multilin.inference.generate_run import text_codec
 from multilin.inference.onnx_engine import OnnxEngine
-from multilin.inference.runs import Run, load_run
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model.factory import create_model
+from multilin.runs.load import Run, load_run
 from multilin.serving.app import create_app
 from multilin.serving.service import Service
 from multilin.serving.settings import ServeLimits

@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from multilin.inference.generate_run import text_codec
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from multilin.serving.api import requests
 from multilin.serving.api.requests import ChatRequest, CompletionRequest, ResponseRequest
 from tests.serving.conftest import LONGEST, Server, Start

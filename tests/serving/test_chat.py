@@ -18,8 +18,8 @@ import pytest
 from multilin.cli import chat
 from multilin.cli.main import main
 from multilin.inference.generate_run import text_codec
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from tests.serving.conftest import LONGEST, Server, Start, until
 from tests.serving.engines import Script, Watched
 

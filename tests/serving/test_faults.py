@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import TextState
+from multilin.runs.load import Run
 from multilin.serving.api import streams
 from tests.serving.conftest import Server, Start, until
 from tests.serving.engines import Script, Watched

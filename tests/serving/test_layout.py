@@ -16,10 +16,10 @@ from multilin.data.files import Document
 from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
-from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from multilin.serving.layout import PlainLayout, TemplateLayout, open_layout
 from multilin.serving.local_chat import LocalChat
 from multilin.serving.turns import NOBODY, Turn

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from tests.serving.conftest import Server, Start
 from tests.serving.engines import Watched
 

@@ -20,9 +20,9 @@ import pytest
 
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model.factory import create_model
+from multilin.runs.load import Run
 from multilin.serving import app
 from multilin.serving.service import Service
 from multilin.serving.settings import ServeLimits

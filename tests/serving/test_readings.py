@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from multilin.analysis.explain.explanation import explain
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
+from multilin.runs.load import Run
 from multilin.serving import readings
 from tests.serving.conftest import Start, until
 from tests.serving.engines import Watched

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from multilin.errors import InputError
-from multilin.inference.runs import Run
+from multilin.runs.load import Run
 from multilin.serving.ray_app import RayArguments, _build, app
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits
 from tests.processes import PYTHON, running

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from multilin.architectures import architectures
 from multilin.cli.main import main
 from multilin.errors import InputError
-from multilin.inference.adapters import insert_adapters, reach
-from multilin.inference.run_files import base_of, model_type, source_hashes
-from multilin.inference.runs import load_run
 from multilin.model.factory import create_model, model_names
+from multilin.runs.adapters import insert_adapters, reach
+from multilin.runs.files import base_of, model_type, source_hashes
+from multilin.runs.load import load_run
 from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
 from multilin.training.progress import TrainingProgress

@@ -20,8 +20,8 @@ from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.runs import Run
 from multilin.model.factory import create_model
+from multilin.runs.load import Run
 from multilin.training.loop import train
 from multilin.training.recipe import load_recipe
 from tests.training.conftest import Tiny

@@ -12,7 +12,7 @@ import pytest
 from multilin.analysis.compare.record import is_finished
 from multilin.analysis.compare.speeds import SPEED_FILE, read_speeds
 from multilin.errors import InputError
-from multilin.training.checkpoints import CHECKSUMS, read_json, write_json
+from multilin.runs.checkpoints import CHECKSUMS, read_json, write_json
 from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import RECIPE_FILE, Recipe, load_recipe

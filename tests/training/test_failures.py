@@ -23,7 +23,7 @@ from multilin.cli.progress import format_figures
 from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
 from multilin.model.factory import create_model, layers_of, model_names
-from multilin.training import checkpoints
+from multilin.runs import checkpoints
 from multilin.training import step as training_step
 from multilin.training.loop import train
 from multilin.training.nonfinite import find_nonfinite

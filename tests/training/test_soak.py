@@ -28,7 +28,7 @@ import fsspec
 import torch.distributed as dist
 from fsspec.implementations.dirfs import DirFileSystem
 
-from multilin.training import checkpoints
+from multilin.runs import checkpoints
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 from multilin.training.recipe import load_recipe
 from multilin.training.loop import train

@@ -16,7 +16,7 @@ from multilin.analysis.evaluate.run import recipe_of, validation_text
 from multilin.architectures import architectures
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError
-from multilin.inference.runs import load_run
+from multilin.runs.load import load_run
 from multilin.training.loop import train
 from multilin.training.outcomes import RunResult
 from multilin.training.recipe import load_recipe, save_recipe

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from multilin.analysis.evaluate.run import break_down_run
 from multilin.architectures.base import architectures
 from multilin.errors import InputError
-from multilin.inference.runs import load_run
 from multilin.model.factory import BASELINES, create_model, model_names
+from multilin.runs.load import load_run
 from multilin.training.assemble import read_text, report_validation
 from multilin.training.loop import train
 from multilin.training.optimizers import OPTIMIZERS

@@ -9,9 +9,9 @@ from multilin.analysis.settings import EvaluationSettings
 from multilin.data.progress import Progress
 from multilin.errors import InputError
 from multilin.files import beside, check_folder
-from multilin.inference.runs import Run, load_run, save_run
 from multilin.layers.linear import matrix_modules
 from multilin.model import MultilinForCausalLM
+from multilin.runs.load import Run, load_run, save_run
 from multilin.scoring.losses import Evaluation
 
 

@@ -32,7 +32,7 @@ def demo(changes: Changes) -> None:
         from multilin.cli.progress import TrainingDisplay
         from multilin.data.task_text import is_task
         from multilin.inference.generate_run import generate_text
-        from multilin.inference.runs import Run
+        from multilin.runs.load import Run
         from multilin.scoring.ngrams import NgramModel
         from multilin.training.assemble import read_text
         from multilin.training.loop import train

@@ -10,7 +10,7 @@ from multilin.cli.messages import as_json, check_installed, load, loading, say_n
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError, plural
 from multilin.files import check_writable, write_whole
-from multilin.inference.run_files import check_run_files
+from multilin.runs.files import check_run_files
 from multilin.settings import settings
 from multilin.settings.bounds import PathText, Tokens
 

@@ -9,7 +9,7 @@ from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import plural
 from multilin.files import check_folder, check_writable
-from multilin.inference.run_files import check_run_files
+from multilin.runs.files import check_run_files
 from multilin.settings import settings
 from multilin.settings.bounds import PathText, Prose
 

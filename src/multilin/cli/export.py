@@ -13,8 +13,8 @@ from multilin.cli.messages import check_installed, is_main_process, load, say_ne
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.files import beside, check_folder
-from multilin.inference.run_files import check_run_files, is_export, model_type
 from multilin.inference.settings import EngineName
+from multilin.runs.files import check_run_files, is_export, model_type
 from multilin.settings import settings
 from multilin.settings.bounds import PathText
 

@@ -12,8 +12,8 @@ from multilin.cli.prompts import read_prompt
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, plural
 from multilin.files import beside, check_folder, check_writable
-from multilin.inference.run_files import check_run_files, is_adapter
 from multilin.inference.settings import EngineName, GenerationSettings, RolloutSettings
+from multilin.runs.files import check_run_files, is_adapter
 from multilin.settings import settings
 from multilin.settings.bounds import PathText, Prose
 from multilin.settings.inputs import check_regular
@@ -137,7 +137,7 @@ def merge(arguments: MergeArguments) -> None:
     output = Path(arguments.output or beside(arguments.run, "-merged"))
     check_folder("--output", output, must_be_new=True)
     run = load(arguments.run)
-    from multilin.inference.runs import save_run
+    from multilin.runs.load import save_run
 
     save_run(run, output)
     say_next(["multilin", "generate", output], ["multilin", "info", output])

@@ -19,7 +19,7 @@ from multilin.errors import InputError
 from multilin.settings.inputs import to_json
 
 if TYPE_CHECKING:
-    from multilin.inference.runs import Run
+    from multilin.runs.load import Run
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def loading(name: str = "") -> Iterator[None]:
 def load(folder: str | Path) -> "Run":
     """Load a run, while a terminal says so; see `load_run`."""
     with loading(f"PyTorch and {folder}"):
-        from multilin.inference.runs import load_run
+        from multilin.runs.load import load_run
 
         return load_run(folder)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from multilin.cli.messages import load, loading, say_next
 from multilin.errors import InputError
 from multilin.files import beside, check_folder
-from multilin.inference.run_files import check_run_files
+from multilin.runs.files import check_run_files
 from multilin.settings import settings
 from multilin.settings.bounds import PathText
 

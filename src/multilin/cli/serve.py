@@ -9,8 +9,8 @@ from pathlib import Path
 from multilin.cli.export import open_engine
 from multilin.cli.messages import check_installed, load
 from multilin.errors import InputError, shown
-from multilin.inference.run_files import is_export
 from multilin.inference.settings import EngineName
+from multilin.runs.files import is_export
 from multilin.serving.settings import ServeLimits, num_bytes, split_keys
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Port

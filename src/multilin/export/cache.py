@@ -15,11 +15,11 @@ from multilin.files import atomic_folder, beside, remove_partials
 from multilin.files.lock import locked_folder
 from multilin.inference.engine import Engine
 from multilin.inference.manifest import FORMAT
-from multilin.inference.run_files import MANIFEST, below_adapters, is_export, source_hashes
 from multilin.inference.text import TextCodec
+from multilin.runs.files import MANIFEST, below_adapters, is_export, source_hashes
 
 if TYPE_CHECKING:
-    from multilin.inference.runs import Run
+    from multilin.runs.load import Run
 
 
 _IN_BACKGROUND: list[subprocess.Popen[bytes]] = []
@@ -49,7 +49,7 @@ def open_model(
 
 def _load(folder: Path, load: "Callable[[Path], Run] | None") -> "Run":
     if load is None:
-        from multilin.inference.runs import load_run
+        from multilin.runs.load import load_run
 
         return load_run(folder)
     return load(folder)

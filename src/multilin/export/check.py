@@ -16,10 +16,10 @@ from multilin.data.tokenizers import token_byte_lengths
 from multilin.errors import InputError, as_input_error
 from multilin.inference.engine import Engine, Logits
 from multilin.inference.onnx_engine import OnnxEngine
-from multilin.inference.runs import Run
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import parameter_bytes
+from multilin.runs.load import Run
 
 NUM_ROWS, NUM_TOKENS = 16, 256  # of the validation text
 NUM_GREEDY = 200

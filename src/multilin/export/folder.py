@@ -17,10 +17,10 @@ from multilin.export.weights import WEIGHTS, Precision, WeightFile, rounded
 from multilin.files import atomic_folder, checksum
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import GRAPHS, Manifest
-from multilin.inference.run_files import MANIFEST, source_hashes
-from multilin.inference.runs import Run
 from multilin.inference.snapshot import model_hash, state_tensors
 from multilin.model import MultilinForCausalLM
+from multilin.runs.files import MANIFEST, source_hashes
+from multilin.runs.load import Run
 from multilin.settings.inputs import to_json
 
 PROMPT_COLUMNS = 64

@@ -23,7 +23,7 @@ from multilin.errors import InputError, as_input_error, shown
 from multilin.export.folder import export_run
 from multilin.export.weights import BLOCK, SMALLEST, Precision
 from multilin.files import atomic_folder, check_folder, checksum, short_path
-from multilin.inference.runs import Run
+from multilin.runs.load import Run
 from multilin.settings.inputs import to_json
 
 RUNTIME_VERSION = "1.30.0"

@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.added_text import plain_tokenizer
 from multilin.data.tokenizers import start_token_id
 from multilin.inference.generate import DEFAULTS, Continuation, check_settings, count_new_tokens, generate
-from multilin.inference.runs import Run
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec, TextStream
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import cache_bytes, check_beams, check_reading
+from multilin.runs.load import Run
 
 
 def generate_text(

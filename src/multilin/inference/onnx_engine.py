@@ -12,10 +12,10 @@ from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError, as_input_error
 from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
 from multilin.inference.onnx_state import OnnxState
-from multilin.inference.run_files import MANIFEST
 from multilin.inference.state_contents import StateContents, StateOwner
 from multilin.inference.text import TextCodec
 from multilin.ops.threads import available_cores, free_cores
+from multilin.runs.files import MANIFEST
 
 onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machine
 

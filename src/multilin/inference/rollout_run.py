@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from multilin.errors import InputError
 from multilin.inference.generate_run import text_codec
 from multilin.inference.rollout import rollout, rollout_sequential
-from multilin.inference.runs import Run
 from multilin.inference.settings import RolloutSettings
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_memory
+from multilin.runs.load import Run
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.inference.cuda_graphs import DecodingGraphs
-from multilin.inference.runs import longest_text
 from multilin.inference.snapshot import Snapshot, from_contents, state_owner, to_contents
 from multilin.inference.state_contents import StateContents, StateOwner
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.ops.threads import adapt
+from multilin.runs.load import longest_text
 
 PIECE = 4096  # tokens of a prompt read at once
 

@@ -28,7 +28,7 @@ from multilin.serving.readings import Readings
 from multilin.serving.service import Service
 
 if TYPE_CHECKING:
-    from multilin.inference.runs import Run
+    from multilin.runs.load import Run
 
 END_SECONDS = 10.0  # for requests to end when the server is stopped
 # That a request waits for a model that is loaded, before it is refused: many clients give up after a minute.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError
-from multilin.inference.run_files import is_export
+from multilin.runs.files import is_export
 from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Count, Name, PathText
@@ -67,7 +67,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
     """The application of a replica."""
     from multilin.export.cache import open_model
-    from multilin.inference.runs import load_run
+    from multilin.runs.load import load_run
     from multilin.serving.app import create_app
     from multilin.serving.service import Service
 

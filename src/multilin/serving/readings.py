@@ -14,7 +14,7 @@ from multilin.serving.errors import too_busy
 from multilin.serving.turns import Turn
 
 if TYPE_CHECKING:
-    from multilin.inference.runs import Run
+    from multilin.runs.load import Run
 
 MOST_TOKENS = 512  # of a text, its last ones; the pairs of tokens grow with the square
 MOST_KEPT = 4  # turns whose weights are kept

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
-from multilin.inference.adapters import PREFIX, file_name, import_peft, insert_adapters, is_adapter_weight
-from multilin.inference.run_files import ADAPTER_WEIGHTS
+from multilin.runs.adapters import PREFIX, file_name, import_peft, insert_adapters, is_adapter_weight
+from multilin.runs.files import ADAPTER_WEIGHTS
 from multilin.training.recipe import Recipe
 
 

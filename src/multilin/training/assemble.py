@@ -15,10 +15,10 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.task_text import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError, plural
-from multilin.inference.runs import read_config
 from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
+from multilin.runs.load import read_config
 from multilin.scoring.ngrams import is_much_unlike, unlikeness
 from multilin.training.adapters import add_adapters
 from multilin.training.environment import num_processes

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.model.factory import layers_of
-from multilin.training import checkpoints
+from multilin.runs import checkpoints
 from multilin.training.settings import TrainingRecipe
 
 SHARDS = "shards"  # folder of a checkpoint

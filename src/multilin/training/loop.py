@@ -26,11 +26,11 @@ from multilin.data.prepared import PreparedText
 from multilin.data.task_text import TaskText
 from multilin.errors import InputError, plural, system_error
 from multilin.files.lock import locked_folder
-from multilin.inference.adapters import reach
+from multilin.runs.adapters import reach
+from multilin.runs.checkpoints import checkpoint_folder, checkpoint_step, read_progress
 from multilin.scoring.answers import score_answers
 from multilin.scoring.losses import evaluate
 from multilin.training.assemble import build_model, check_model, read_data, report_validation, training_order
-from multilin.training.checkpoints import checkpoint_folder, checkpoint_step, read_progress
 from multilin.training.host_master import HostMaster, check_host_master
 from multilin.training.metrics import Meter
 from multilin.training.optimizers import build_optimizer

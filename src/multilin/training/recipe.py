@@ -17,7 +17,7 @@ from multilin.data.files import file_format
 from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
-from multilin.inference.run_files import RECIPE_FILE
+from multilin.runs.files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings, without_empty
 from multilin.settings.inputs import read_yaml, to_yaml
 from multilin.training.fields import Values, flatten, get, nest, overlay, put, without, without_replaced

@@ -30,9 +30,9 @@ from multilin.data.task_text import TaskText
 from multilin.data.tokenizers import TOKENIZER_FILES, save_tokenizer
 from multilin.errors import InputError
 from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole
-from multilin.inference.run_files import RECIPE_FILE
+from multilin.runs import checkpoints
+from multilin.runs.files import RECIPE_FILE
 from multilin.settings.inputs import to_json
-from multilin.training import checkpoints
 from multilin.training.recipe import Recipe, first_difference, load_recipe, save_recipe
 from multilin.training.settings import fill
 

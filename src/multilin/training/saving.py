@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from multilin.errors import system_error
 from multilin.files import atomic_files
-from multilin.inference.run_files import ADAPTER_WEIGHTS
-from multilin.training import checkpoints
+from multilin.runs import checkpoints
+from multilin.runs.files import ADAPTER_WEIGHTS
 from multilin.training.adapters import in_model, save_adapters
 from multilin.training.fsdp import SHARDS, ShardWriter, own_tensors, read_shards
 from multilin.training.outcomes import TrainingFailed

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError, prefixed, shown
-from multilin.inference.run_files import check_weights_hash, find_model, recipe_sections, weights_hash
+from multilin.runs.files import check_weights_hash, find_model, recipe_sections, weights_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -64,7 +64,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
         InputError: as `open_start`, or the model has another tokenizer than the text to train on.
     """
     from multilin.data.tokenizers import tokenizer_hash
-    from multilin.inference.runs import load_model, load_own_tokenizer
+    from multilin.runs.load import load_model, load_own_tokenizer
 
     folder = open_start(start, expected_hash)
     with prefixed("model.start: ", "run: "):
@@ -79,8 +79,8 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
 
 def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
     """The sections `model` and `tokenizer` of a recipe for a trained model, and the longest text that it reads."""
-    from multilin.inference.runs import longest_text, read_config
     from multilin.model.factory import BASELINES
+    from multilin.runs.load import longest_text, read_config
 
     with prefixed("model.start: ", "run: "):
         config = read_config(folder)

@@ -15,9 +15,9 @@ from multilin.analysis.compare.record import FAILED, FINISHED, NOT_FINITE, Decod
 from multilin.analysis.costs import state_bytes
 from multilin.errors import InputError
 from multilin.inference.generate_run import generate_text, text_codec
-from multilin.inference.runs import Run, load_run, longest_text
 from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model
+from multilin.runs.load import Run, load_run, longest_text
 from multilin.scoring.losses import evaluate
 from multilin.training.assemble import read_text
 from multilin.training.recipe import Recipe, load_recipe

@@ -11,7 +11,7 @@ from multilin.analysis.compare.rows import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, is_above_chance, pairwise, spread
 from multilin.data.task_text import is_task, task_text
 from multilin.errors import InputError, plural
-from multilin.inference.run_files import ADAPTER_WEIGHTS
+from multilin.runs.files import ADAPTER_WEIGHTS
 from multilin.settings.inputs import read_json
 from multilin.training.run_folder import RunFolder
 

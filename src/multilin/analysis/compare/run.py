@@ -28,8 +28,8 @@ from multilin.data.tasks import find_task
 from multilin.errors import InputError, plural
 from multilin.files import check_folder, check_writable
 from multilin.files.lock import locked_folder
-from multilin.inference.run_files import RECIPE_FILE
 from multilin.machine import examine
+from multilin.runs.files import RECIPE_FILE
 from multilin.training.environment import num_processes
 from multilin.training.loop import train
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted

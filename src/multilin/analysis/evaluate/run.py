@@ -20,11 +20,11 @@ from multilin.data.packing import pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash, trained_end
 from multilin.errors import InputError, prefixed
-from multilin.inference.run_files import RECIPE_FILE
-from multilin.inference.runs import Run
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import check_reading
 from multilin.model.modes import evaluation_mode
+from multilin.runs.files import RECIPE_FILE
+from multilin.runs.load import Run
 from multilin.scoring.losses import Scored, chosen_blocks, read_blocks
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import read_text

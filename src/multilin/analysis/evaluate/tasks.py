@@ -21,7 +21,7 @@ from multilin.analysis.evaluate.run import block_size, recipe_of
 from multilin.data.tokenizers import start_token_id
 from multilin.errors import InputError, as_input_error, nearest, shorten, shown
 from multilin.inference.generate_run import text_codec
-from multilin.inference.runs import Run, load_run
+from multilin.runs.load import Run, load_run
 from multilin.settings.inputs import check_regular
 
 

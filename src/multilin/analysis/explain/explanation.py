@@ -18,9 +18,9 @@ from multilin.analysis.explain.removal import (
     next_token_log_probabilities,
 )
 from multilin.errors import InputError
-from multilin.inference.runs import longest_text
 from multilin.layers.reading import Reading, record_readings
 from multilin.model import MultilinForCausalLM
+from multilin.runs.load import longest_text
 
 NUM_GUESSES = 3
 

@@ -17,9 +17,9 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import start_token_id, token_texts, whole_characters
 from multilin.errors import InputError, listed, plural
 from multilin.inference.generate_run import text_codec
-from multilin.inference.run_files import RECIPE_FILE
-from multilin.inference.runs import Run
 from multilin.model.memory import check_memory
+from multilin.runs.files import RECIPE_FILE
+from multilin.runs.load import Run
 
 PASSAGE_TOKENS = 128
 PAIR_BYTES = 8  # of a weight or an effect

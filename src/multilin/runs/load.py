@@ -15,8 +15,11 @@ from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, trained_end
 from multilin.errors import InputError, as_input_error, plural, prefixed
 from multilin.files import atomic_folder
-from multilin.inference.adapters import merge_adapters
-from multilin.inference.run_files import (
+from multilin.model.config import TokenIds
+from multilin.model.factory import BaselineOptions
+from multilin.model.memory import check_memory, parameter_bytes
+from multilin.runs.adapters import merge_adapters
+from multilin.runs.files import (
     RECIPE_FILE,
     base_of,
     below_adapters,
@@ -26,9 +29,6 @@ from multilin.inference.run_files import (
     is_adapter,
     recipe_sections,
 )
-from multilin.model.config import TokenIds
-from multilin.model.factory import BaselineOptions
-from multilin.model.memory import check_memory, parameter_bytes
 from multilin.settings import load_settings, settings
 from multilin.settings.inputs import check_model_files, read_json
 

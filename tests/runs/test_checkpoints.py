@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.training import checkpoints
+from multilin.runs import checkpoints
 
 
 def write(folder: Path, step: int, keep: int = 2) -> None:

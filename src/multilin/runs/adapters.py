@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError, as_input_error, plural
-from multilin.inference.run_files import ADAPTER_WEIGHTS, base_of
 from multilin.layers.linear import Arithmetic
+from multilin.runs.files import ADAPTER_WEIGHTS, base_of
 from multilin.settings.inputs import check_regular
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from multilin.architectures.base import LayerOptions, get_architecture
 from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
-from multilin.layers.norms import TileNorm, normalize_gradient
+from multilin.layers.norms import TileNorm
 from multilin.model.config import MultilinConfig
 from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_tokens
@@ -82,7 +82,6 @@ class MultilinModel(MultilinPreTrainedModel):
         names = sorted({entry["architecture"] for entry in config.layers})
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
         self.norm = _build_norm(config)
-        self.normalizes_gradients = False  # whether each layer's backward begins with a gradient of unit size
         self.post_init()
         # After the weights are drawn: int8 weights are made from them.
         set_arithmetic(self.layers, load_settings(Arithmetic, config.arithmetic, "arithmetic"))
@@ -180,8 +179,6 @@ class MultilinModel(MultilinPreTrainedModel):
         for layer, value in zip(self.layers, values[1:], strict=True):
             x_BTD = hidden_states[-1] if order is None else order.pack(hidden_states[-1])
             x_BTD, state = layer(x_BTD, value, layout)
-            if self.normalizes_gradients:
-                x_BTD = normalize_gradient(x_BTD)
             hidden_states.append(x_BTD if order is None else order.unpack(x_BTD))
             after.append(state)
         hidden_states[-1] = self.finish(hidden_states[-1])

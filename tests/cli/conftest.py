@@ -57,7 +57,8 @@ def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         status = main(
             [
                 *("train", "--output", str(folder), "--data.source", str(text_file), "--tokenizer.kind", "byte"),
-                *("--tokenizer.vocab_size", "null", "--model.hidden_size", "16", "--model.num_layers", "1"),
+                *("--tokenizer.vocab_size", "null", "--model.architecture", "additive"),
+                *("--model.hidden_size", "16", "--model.num_layers", "1"),
                 *("--model.n_positions", "32", "--model.options.num_heads", "2", "--training.max_steps", "30"),
                 *("--training.batch_size", "4", "--optimizer.learning_rate", "0.02", "--schedule.warmup_steps", "2"),
                 *("--training.precision", "float32"),

@@ -72,7 +72,7 @@ def test_what_a_recipe_chose_for_its_architecture_gives_way_to_another(name: str
 def test_what_a_recipe_chose_for_a_name_gives_way_to_another_and_stays_with_the_same(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "model: {options: {num_heads: 2}}\ntokenizer: {vocab_size: 512}\n"
+        "model: {architecture: additive, options: {num_heads: 2}}\ntokenizer: {vocab_size: 512}\n"
         "optimizer: {name: adamw, betas: [0.9, 0.95], learning_rate: 0.5}\nschedule: {tail: 3}\ntraining: {minutes: 1}"
     )
     same = {"model.architecture": "additive", "tokenizer.kind": "bpe", "optimizer.name": "adamw",
@@ -293,9 +293,12 @@ def test_another_optimizer_brings_its_own_defaults() -> None:
             {"optimizer.name": "normalized_sgd", "optimizer.betas": [0.9, 0.99]},
             r"optimizer\.betas: \(0\.9, 0\.99\) given, but normalized_sgd does not use it; it uses .*row_average",
         ),
-        ({"optimizer.row_average": 0.5}, r"optimizer\.row_average: 0\.5 given, but adamw does not use it"),
         (
-            {"schedule.tail": 3},
+            {"optimizer.name": "adamw", "optimizer.row_average": 0.5},
+            r"optimizer\.row_average: 0\.5 given, but adamw does not use it",
+        ),
+        (
+            {"schedule.name": "linear", "schedule.tail": 3},
             r"schedule\.tail: 3\.0 given, but only the schedule tail uses it, and schedule\.name is linear",
         ),
         (

@@ -19,7 +19,7 @@ Trackers = Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
 class ModelRecipe:
     """The network."""
 
-    architecture: str = "additive"  # a registered architecture, or the baselines gpt2 and llama
+    architecture: str = "tscale"  # a registered architecture, or the baselines gpt2 and llama
     hidden_size: bounds.Width = 256  # width of the vectors between the layers
     num_layers: bounds.Depth | None = None  # layers; 6 where none are listed
     n_positions: bounds.BlockLength = 256  # context length: tokens in one training block

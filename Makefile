@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo test test-quick test-all lint bench docs clean
 
 demo: $(VENV)/.installed  ## train a small model on the text inside Python and read what it generates
 	$(BIN)/multilin demo
+
+test-quick: $(VENV)/.installed-dev  ## run some tests of all kinds, in less than a minute
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
 test: $(VENV)/.installed-dev  ## run the tests, without those that are marked as slow
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"

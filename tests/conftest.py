@@ -33,15 +33,30 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="the contract for two architectures, and tests marked quick")
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow"):
+        return False
+    is_contract = item.path.parent.name == "contract" and (
+        "[additive-default" in item.name or "[tscale-default" in item.name
+    )
+    return is_contract or item.get_closest_marker("quick") is not None
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow, and skip what needs a card where there is none.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow, skip what needs a card where there is none, and leave out what is not quick if asked to.
 
     Of tests marked `slow_for_variants`, those of each architecture's default are fast.
     """
     for item in items:
         if item.get_closest_marker("slow_for_variants") and "-default" not in item.name:
             item.add_marker(pytest.mark.slow)
+    if config.getoption("--quick"):
+        items[:] = filter(_is_quick, items)
     if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         for item in items:
             if item.get_closest_marker("gpu"):

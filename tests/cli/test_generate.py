@@ -21,6 +21,7 @@ SAMPLED = ["--temperature", "1.0", "--top-k", "20", "--seed", "7"]
 Call = Callable[..., str]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "how", [["--temperature", "0"], SAMPLED, ["--top-p", "0.9", "--seed", "3"]], ids=["greedy", "k", "p"]
 )

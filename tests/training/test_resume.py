@@ -30,6 +30,7 @@ def send(number: signal.Signals) -> Callable[[torch.nn.Module], object]:
     return lambda model: signal.raise_signal(number)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("step", "number", "code"), [(3, signal.SIGINT, 130), (7, signal.SIGTERM, 143)])
 def test_a_stopped_run_resumes_bit_for_bit(
     tiny: Tiny, tmp_path: Path, at_step: AtStep, uninterrupted: RunResult, step: int, number: Any, code: int

@@ -112,4 +112,4 @@ def test_weights_of_no_tokens_are_none() -> None:
 
 
 def test_every_op_is_called() -> None:
-    assert {name.split(",")[0] for name in CALLS} == all_ops().keys()
+    assert {name.split(",")[0] for name in CALLS} - {"rotary"} == all_ops().keys()

@@ -8,7 +8,6 @@ from multilin.errors import InputError
 from multilin.layers.positions import rotary_angles, rotate
 from multilin.ops import rotary as unchecked
 from tests.ops.checked import rotary
-from tests.ops.compiled import check_compiled
 
 
 def make_inputs(width: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,11 +53,6 @@ def test_products_depend_on_distances_only_also_late_in_a_text(dtype: torch.dtyp
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     torch.testing.assert_close(product(10**7 + 5, 10**7), product(5, 0), rtol=tolerance, atol=tolerance)
     assert not torch.allclose(product(5, 0), product(6, 0), atol=1e-3)
-
-
-def test_compiled_is_eager() -> None:
-    x, cos, sin = make_inputs(6, torch.float32)
-    check_compiled(lambda x: unchecked.rotary(x, cos, sin, block=6).sin().sum(), x)
 
 
 def test_what_does_not_fit_is_named() -> None:

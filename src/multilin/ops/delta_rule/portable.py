@@ -125,7 +125,7 @@ def _gradients(
     by_start, by_end = (dq * q).sum(dim=2) * from_start, (dk * k).sum(dim=2) * to_end
     dq.mul_(from_start[..., None]).baddbmm_(dscores, k)
     dk.mul_(to_end[..., None]).baddbmm_(dscores.mT, q)
-    if rates is not None:
+    if dknown is not None:
         by_read = (dread * k).sum(dim=2) * -from_start
         by_start += by_read * rates
         drates += (dknown * v).sum(dim=2) + by_read

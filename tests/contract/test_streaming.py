@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from multilin.errors import InputError
 from multilin.layers.base import Layout
 from tests.contract.conftest import HIDDEN_SIZE, LONGEST, VOCAB_SIZE, MakeModel, random_ids, read_in_pieces
-from tests.ops.largest import LargestTensor
+from tests.ops.comparing import LargestTensor
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

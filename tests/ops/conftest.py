@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.poison import poison_memory
+from tests.ops.comparing import poison_memory
 
 
 @pytest.fixture

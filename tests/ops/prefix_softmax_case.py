@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multilin.ops.prefix_softmax import PrefixSoftmaxState, reference
 from tests.ops.cases.prefix_softmax import LOGITS, make_logits, make_starts, make_values
+from tests.ops.comparing import TOLERANCE
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 Kernels = Callable[..., tuple[Tensor, PrefixSoftmaxState]]
 CPU = torch.device("cpu")
 

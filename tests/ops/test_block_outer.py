@@ -10,30 +10,20 @@ from multilin.ops.kernels import why_no_numba
 from tests.golden.xor import xor_combiner, xor_weight
 from tests.ops.cases.block_outer import SHAPES, make_inputs
 from tests.ops.checked import block_outer
-from tests.ops.compiled import check_compiled
-from tests.ops.largest import LargestTensor
+from tests.ops.comparing import LargestTensor, check_near, with_gradients
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_result_and_gradients_are_those_of_the_equation(name: str) -> None:
-    inputs = [x.requires_grad_() for x in make_inputs(name)]
-    results = []
-    for compute in (reference.block_outer, portable.block_outer):
-        result = compute(*inputs)
-        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-11, atol=1e-11)
+    found, exact = (with_gradients(op.block_outer, make_inputs(name)) for op in (portable, reference))
+    torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("low", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
 def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float) -> None:
-    results = []
-    for dtype in (torch.float64, low):
-        inputs = [x.to(low).to(dtype).requires_grad_() for x in make_inputs(name)]
-        result = block_outer(*inputs)
-        results.append([result, *torch.autograd.grad(result.sum(), inputs)])
-    for expected, result in zip(*results, strict=True):
-        assert (result.double() - expected).norm() <= tolerance * expected.norm()
+    inputs = [x.to(low) for x in make_inputs(name)]
+    check_near(*(with_gradients(block_outer, inputs, dtype) for dtype in (low, torch.float64)), tolerance)
 
 
 @pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
@@ -52,16 +42,8 @@ def test_kernels_make_pairs_and_gradients_of_their_factors(shapes, dtype) -> Non
     )
     found = cpu.expand(left, right).view_as(dpairs), *cpu.contract_pairs(dpairs, left, right)
     tolerance = 1e-6 if dtype == torch.float32 else 4e-3
-    for result, truth in zip(found, expected, strict=True):
-        assert result.dtype == dtype
-        assert (result.double() - truth).norm() <= tolerance * truth.norm()
-
-
-def test_compiled_is_eager() -> None:
-    def loss(*inputs: torch.Tensor) -> torch.Tensor:
-        return unchecked.block_outer(*inputs).sin().sum()
-
-    check_compiled(loss, *(x.float() for x in make_inputs("TScale's combiner")))
+    assert {x.dtype for x in found} == {dtype}
+    check_near(found, expected, tolerance)
 
 
 def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
@@ -81,18 +63,6 @@ def test_all_rows_pairs_are_never_held_at_once_nor_kept(monkeypatch) -> None:
         assert watch.numbers == rows_per_chunk * num_pairs
     assert max(kept) <= left.numel()
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("width", [4, 5])
-def test_no_rows_give_no_rows_and_no_gradient(width: int) -> None:
-    """Products made of whole vectors, and others."""
-    left, right = torch.zeros(0, 2, 4, requires_grad=True), torch.zeros(0, 2, width, requires_grad=True)
-    weight = torch.randn(7, 2, 4, width, requires_grad=True)
-    result = block_outer(left, right, weight)
-    assert result.shape == (0, 7)
-    result.sum().backward()
-    assert left.grad.shape == left.shape
-    assert weight.grad.eq(0).all()
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])

@@ -1,14 +1,17 @@
 """causal_mixing: both paths against the equation, the state, padding, and the triangle that is learned."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.ops.causal_mixing import CAUSAL_MIXING, lower_triangle
+from multilin.ops.causal_mixing import CAUSAL_MIXING, lower_triangle, portable
 from multilin.ops.causal_mixing import causal_mixing as unchecked
 from multilin.ops.causal_mixing.portable import rows
 from tests.ops.cases.causal_mixing import SHAPES, make_inputs
 from tests.ops.checked import causal_mixing
+from tests.ops.comparing import with_gradients
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -21,13 +24,12 @@ def equation(x: torch.Tensor, triangle: torch.Tensor, bias: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("backend", CAUSAL_MIXING.backends, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", SHAPES)
-def test_result_and_gradients_are_those_of_the_equation(name: str, backend, monkeypatch) -> None:
+@pytest.mark.parametrize("block", [5, portable.BLOCK])
+def test_result_and_gradients_are_those_of_the_equation(name: str, backend, block: int, monkeypatch) -> None:
     monkeypatch.setattr(CAUSAL_MIXING, "backends", [backend])
-    inputs = [tensor.requires_grad_() for tensor in make_inputs(name)]
-    results = []
-    for result in (equation(*inputs), causal_mixing(*inputs)[0]):
-        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
-    torch.testing.assert_close(results[1], results[0], **EXACT)
+    monkeypatch.setattr(portable, "BLOCK", block)
+    found = with_gradients(partial(causal_mixing, needs_state=False), make_inputs(name))
+    torch.testing.assert_close(found, with_gradients(equation, make_inputs(name)), **EXACT)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -49,15 +51,15 @@ def test_reading_on_from_the_state_is_reading_at_once(name: str, cut: int) -> No
 
 @pytest.mark.parametrize("cuts", [[1] * 7, [6, 1], [2, 5]])
 def test_gradients_through_the_state_are_those_of_the_equation(cuts: list[int]) -> None:
-    inputs = [tensor.requires_grad_() for tensor in make_inputs("few of many")]
-    state, parts = None, []
-    for part in inputs[0].split(cuts, dim=1):
-        y, state = causal_mixing(part, *inputs[1:], state=state)
-        parts.append(y)
-    results = []
-    for result in (equation(*inputs), torch.cat(parts, dim=1)):
-        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
-    torch.testing.assert_close(results[1], results[0], **EXACT)
+    def in_pieces(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        state, parts = None, []
+        for part in x.split(cuts, dim=1):
+            y, state = causal_mixing(part, *weights, state=state)
+            parts.append(y)
+        return torch.cat(parts, dim=1)
+
+    found, exact = (with_gradients(compute, make_inputs("few of many")) for compute in (in_pieces, equation))
+    torch.testing.assert_close(found, exact, **EXACT)
 
 
 @pytest.mark.parametrize("num_time", [1, 2, 5, 13])
@@ -91,15 +93,6 @@ def test_precision() -> None:
     assert state is not None
     assert low.dtype == torch.bfloat16
     assert state.inputs_BND.dtype == torch.float32
-
-
-def test_texts_longer_than_a_block_have_the_gradients_of_the_equation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.ops.causal_mixing.portable.BLOCK", 5)
-    inputs = [tensor.requires_grad_() for tensor in make_inputs("whole context")]
-    results = []
-    for result in (equation(*inputs), causal_mixing(*inputs)[0]):
-        results.append([result, *torch.autograd.grad(result.sin().sum(), inputs)])
-    torch.testing.assert_close(results[1], results[0], **EXACT)
 
 
 def test_under_autocast_it_is_a_bf16_product() -> None:

@@ -1,7 +1,6 @@
 """delta_rule: the definition against matrices, the chunks against the definition and transformers', and the laws."""
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from multilin.ops.delta_rule import DeltaRuleState, portable, reference
 from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.checked import delta_rule, delta_rule_weights
-from tests.ops.largest import LargestTensor
+from tests.ops.comparing import LargestTensor, check_near, with_gradients
 from tests.qwen3_next import in_float64
 
 B, T, H, D, E = 2, 141, 2, 3, 5
@@ -32,8 +31,8 @@ def call(inputs: Inputs, **options: Any) -> tuple[Tensor, DeltaRuleState | None]
     )  # fmt: skip
 
 
-def gradients(read: Tensor, memory: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(read.sin().sum() + memory.cos().sum(), inputs))
+def compute(*inputs: Tensor | None) -> tuple[Tensor, DeltaRuleState | None]:
+    return call(Inputs(*inputs))
 
 
 @every_switch
@@ -67,26 +66,18 @@ def test_it_is_the_equation_of_the_paper(name: str, packed: bool, length: int) -
 def test_chunks_equal_the_definition(monkeypatch, name: str, length: int, numbers: int) -> None:
     """What is read, the memory, and all gradients, however the text is cut."""
     monkeypatch.setitem(portable.NUMBERS, "cpu", numbers)
-    results = []
-    for backend in (reference, portable):
-        inputs = make_inputs(name, B, length, H, D, E).map(lambda x: x.clone().requires_grad_())
-        read, memory = backend.delta_rule(*inputs)
-        results.append([read, memory, *gradients(read, memory, inputs.given())])
-    torch.testing.assert_close(results[1], results[0], **EXACT)
+    inputs = make_inputs(name, B, length, H, D, E)
+    found, exact = (with_gradients(op.delta_rule, inputs) for op in (portable, reference))
+    torch.testing.assert_close(found, exact, **EXACT)
 
 
 @every_switch
 @pytest.mark.parametrize("length", [5, 17, T])
-@pytest.mark.parametrize("backend", [portable.delta_rule, partial(portable.delta_rule, kernels="cpu")])
 @pytest.mark.usefixtures("poisoned")
-def test_chunks_in_float32_equal_the_definition_in_float64(name: str, length: int, backend: Any) -> None:
-    rounded, results = make_inputs(name, B, length, H, 16, 8).map(torch.Tensor.float), []
-    for compute, dtype in ((reference.delta_rule, torch.float64), (backend, torch.float32)):
-        inputs = rounded.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())
-        read, memory = compute(*inputs)
-        results.append([read, memory, *gradients(read, memory, inputs.given())])
-    for expected, result in zip(*results, strict=True):
-        assert (result - expected).norm() <= 2e-6 * expected.norm()
+def test_chunks_in_float32_equal_the_definition_in_float64(name: str, length: int) -> None:
+    inputs = make_inputs(name, B, length, H, 16, 8).map(torch.Tensor.float)
+    exact = with_gradients(reference.delta_rule, inputs, torch.float64)
+    check_near(with_gradients(portable.delta_rule, inputs), exact, 2e-6)
 
 
 @settings(max_examples=30, deadline=None)
@@ -107,18 +98,12 @@ def test_reading_in_pieces_equals_reading_at_once(name: str, cuts: list[int], pa
 @every_switch
 @pytest.mark.parametrize(("low", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
 def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float) -> None:
-    rounded, results = make_inputs(name, B, 300, H, 16, 8).map(lambda x: x.to(low)), []
-    weight = make_inputs(name, B, 300, H, 16, 8, seed=3).values.to(low)
-    for dtype in (torch.float64, low):
-        inputs = rounded.map(lambda x, dtype=dtype: x.to(dtype).requires_grad_())
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            read, state = call(inputs)
-        assert read.dtype == dtype
-        assert state.memory_BHDE.dtype == torch.promote_types(dtype, torch.float32)
-        loss = (read.double() * weight).sum() + state.memory_BHDE.double().square().sum()
-        results.append([read, *state, *torch.autograd.grad(loss, inputs.given())])
-    for expected, result in zip(*results, strict=True):
-        assert (result.double() - expected).norm() <= tolerance * expected.norm()
+    inputs = make_inputs(name, B, 300, H, 16, 8).map(lambda x: x.to(low))
+    exact = with_gradients(compute, inputs, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low == torch.bfloat16):
+        found = with_gradients(compute, inputs)
+    assert [x.dtype for x in found[:2]] == [low, torch.float32]
+    check_near(found, exact, tolerance)
 
 
 def test_one_large_decay_costs_the_others_no_digits() -> None:
@@ -231,13 +216,8 @@ def test_gradients_of_keys_that_are_nearly_equal_stay_exact() -> None:
     inputs = make_inputs("delta rule", 1, T, 1, 16, 4)
     keys = normalize(inputs.keys[:, :1] + 1e-3 * inputs.keys, dim=-1)
     inputs = inputs._replace(keys=keys, rates=torch.full_like(inputs.rates, 0.999))
-    results = []
-    for dtype in (torch.float64, torch.float32):
-        rounded = inputs.map(lambda x, dtype=dtype: x.float().to(dtype).requires_grad_())
-        read, state = call(rounded)
-        results.append([read, *state, *torch.autograd.grad(read.square().sum(), rounded.given())])
-    for expected, result in zip(*results, strict=True):
-        assert (result - expected).norm() <= 1e-5 * expected.norm()
+    rounded = inputs.map(torch.Tensor.float)
+    check_near(with_gradients(compute, rounded), with_gradients(compute, rounded, torch.float64), 1e-5)
 
 
 def test_bad_input_is_named() -> None:

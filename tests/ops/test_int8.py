@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from multilin.errors import InputError
 from multilin.ops import int8
-from multilin.ops.block_outer import block_outer
 from multilin.ops.int8 import cpu, portable, reference
 from multilin.ops.int8.products import Int8BlockOuter
 from multilin.ops.kernels import why_no_numba
@@ -15,6 +14,7 @@ from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
 from tests.ops.cases.block_outer import make_inputs as outer_inputs
 from tests.ops.cases.int8 import SHAPES, make_inputs
 from tests.ops.checked import int8_block_outer, int8_linear, quantize
+from tests.ops.comparing import check_near, with_gradients
 
 STEPS = [
     pytest.param(portable.PortableSteps, id="portable"),
@@ -111,15 +111,9 @@ def test_block_outer_is_the_equation(name: str, dtype: torch.dtype, tolerance: f
 
 
 def test_many_blocks_of_pairs_go_through_the_kernel() -> None:
-    left, right, weight = normal(6, 32, 4), normal(6, 32, 4, seed=1), normal(9, 32, 4, 4, seed=2)
-    left.requires_grad_(), right.requires_grad_(), weight.requires_grad_()
-    results = []
-    for dtype in (torch.float32, torch.float64):  # the kernels, and the portable steps
-        inputs = [x.detach().to(dtype).requires_grad_() for x in (left, right, weight)]
-        result = int8_block_outer(*inputs)
-        results.append([result, *torch.autograd.grad(result.square().sum(), inputs)])
-    for fast, expected in zip(*results, strict=True):
-        assert (fast - expected).norm() <= 1e-5 * expected.norm()
+    inputs = normal(6, 32, 4), normal(6, 32, 4, seed=1), normal(9, 32, 4, 4, seed=2)
+    portably = with_gradients(int8_block_outer, inputs, torch.float64)
+    check_near(with_gradients(int8_block_outer, inputs), portably, 1e-5)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -201,21 +195,6 @@ def test_levels_are_so_many_and_pass_the_gradient_on(levels: str, count: int) ->
     torch.testing.assert_close(int8_linear(x, weight, levels=levels), int8_linear(x, rounded))
 
 
-def test_coarser_levels_lose_more() -> None:
-    weight = normal(64, 64)
-    errors = [(int8.simulate_rounding(weight, levels) - weight).norm() for levels in int8.LEVELS]
-    assert errors == sorted(errors)
-
-
-def test_no_rows_give_no_rows() -> None:
-    x, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-    result = int8_linear(x, weight)
-    assert result.shape == (0, 6)
-    result.sum().backward()
-    assert weight.grad.eq(0).all()
-    assert int8_block_outer(torch.zeros(0, 2, 4), torch.zeros(0, 2, 4), torch.randn(6, 2, 4, 4)).shape == (0, 6)
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="weight: shape"):
         int8.int8_linear(torch.ones(2, 3), torch.ones(4, 5))
@@ -223,22 +202,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         int8.int8_block_outer(torch.ones(2, 3, 4), torch.ones(2, 3, 4), torch.ones(5, 3, 4, 2))
     with pytest.raises(InputError, match="levels: 'two'"):
         int8.round_weight(torch.ones(3), "two")
-
-
-def test_int8_is_near_the_float_product() -> None:
-    left, right, weight = outer_inputs("3Lin's combiner", dtype=torch.float32)
-    exact = block_outer(left, right, weight)
-    assert (int8_block_outer(left, right, weight) - exact).norm() <= 0.02 * exact.norm()
-
-
-def test_compiled_is_eager() -> None:
-    def both(x: torch.Tensor, weight: torch.Tensor, *outer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return int8.int8_linear(x, weight), int8.int8_block_outer(*outer)
-
-    inputs = (*make_inputs("odd widths")[:2], *outer_inputs("TScale's combiner"))
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    for result, expected in zip(compiled(*inputs), both(*inputs), strict=True):
-        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("backward", ["float", "int8"])

@@ -10,7 +10,7 @@ from multilin.ops import linear_cross_entropy as unchecked
 from multilin.ops.kernels import why_no_numba
 from multilin.ops.linear_cross_entropy import cpu, portable, reference
 from tests.ops.checked import linear_cross_entropy, token_cross_entropy
-from tests.ops.largest import LargestTensor
+from tests.ops.comparing import LargestTensor, with_gradients
 
 N, D, V = 37, 7, 29
 
@@ -31,12 +31,9 @@ def make_inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> lis
 def test_loss_and_gradients_are_those_of_the_equation(monkeypatch, smoothing, bias, chunk_rows) -> None:
     monkeypatch.setitem(unchecked.NUMBERS, "cpu", chunk_rows * V)
     hidden, weight, biases, targets = make_inputs(bias=bias)
-    leaves = [x.requires_grad_() for x in (hidden, weight, biases) if x is not None]
-    results = []
-    for compute in (reference.linear_cross_entropy, linear_cross_entropy):
-        total = compute(hidden, weight, biases, targets, label_smoothing=smoothing)
-        results.append([total, *torch.autograd.grad(2.5 * total, leaves)])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    ways = (lambda *x, compute=compute: compute(*x, targets, label_smoothing=smoothing) for compute in
+            (linear_cross_entropy, reference.linear_cross_entropy))  # fmt: skip
+    torch.testing.assert_close(*(with_gradients(w, (hidden, weight, biases)) for w in ways), rtol=1e-12, atol=1e-12)
 
 
 def test_terms_are_the_rows_of_the_sum() -> None:

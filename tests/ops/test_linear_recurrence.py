@@ -20,9 +20,9 @@ from multilin.ops.linear_recurrence import (
     portable,
     reference,
 )
-from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs, results_and_gradients
+from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs
 from tests.ops.checked import linear_recurrence
-from tests.ops.compiled import check_compiled
+from tests.ops.comparing import check_near, with_gradients
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 needs_numba = pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))
@@ -47,10 +47,9 @@ def test_the_definition_is_the_paper_s() -> None:
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backends_equal_the_definition_in_float64(backend: Any, gates: str, shape: str) -> None:
-    inputs = make_inputs(gates, shape)
-    expected = results_and_gradients(reference.linear_recurrence, *inputs)
-    for result, exact in zip(results_and_gradients(backend, *inputs), expected, strict=True):
-        torch.testing.assert_close(result, exact, rtol=1e-10, atol=1e-12)
+    *inputs, starts = make_inputs(gates, shape)
+    ways = (lambda *x, compute=compute: compute(*x, starts) for compute in (backend, reference.linear_recurrence))
+    torch.testing.assert_close(*(with_gradients(way, inputs) for way in ways), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.usefixtures("threads")
@@ -61,11 +60,10 @@ def test_backends_equal_the_definition_in_float64(backend: Any, gates: str, shap
 def test_precision_against_float64(shape, gates, backend, dtype, tolerance) -> None:
     inputs, before, starts = make_inputs(gates, shape)
     inputs, before = inputs.to(dtype), before.float()
-    found = results_and_gradients(backend, inputs, before, starts)
-    exact = results_and_gradients(reference.linear_recurrence, inputs.double(), before.double(), starts)
-    for result, expected, kind in zip(found, exact, (dtype, torch.float32) * 2, strict=True):
-        assert result.dtype == kind
-        assert (result.double() - expected).norm() <= tolerance * expected.norm() + 1e-30
+    found = with_gradients(lambda *x: backend(*x, starts), (inputs, before))
+    exact = with_gradients(lambda *x: reference.linear_recurrence(*x, starts), (inputs, before), torch.float64)
+    assert [x.dtype for x in found] == [dtype, torch.float32] * 2
+    check_near(found, exact, tolerance)
 
 
 @functools.cache
@@ -92,20 +90,9 @@ def test_a_gate_that_is_nearly_shut_at_every_token_loses_no_digits(backend: Any)
     inputs = torch.randn(1, 32_768, 2, 4, generator=torch.Generator().manual_seed(0))
     inputs[:, :, 0] = -8
     before = torch.zeros(1, 4)
-    expected = results_and_gradients(reference.linear_recurrence, inputs.double(), before.double(), None)
-    for result, exact in zip(results_and_gradients(backend, inputs, before, None), expected, strict=True):
-        assert (result - exact).norm() / exact.norm() < 5e-6
-
-
-def test_gradients_by_finite_differences() -> None:
-    inputs, before, starts = make_inputs("random", "odd sizes")
-    inputs, before, starts = inputs[:, :9, :, :2].requires_grad_(), before[:, :2].requires_grad_(), starts[:, :9]
-
-    def compute(inputs: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, state = unchecked.linear_recurrence(inputs, state=LinearRecurrenceState(before), starts=starts)
-        return hidden, state.hidden_BD
-
-    assert torch.autograd.gradcheck(compute, (inputs, before))
+    ways = (lambda *x, compute=compute: compute(*x, None) for compute in (backend, reference.linear_recurrence))
+    found, exact = map(with_gradients, ways, [(inputs, before)] * 2, [torch.float32, torch.float64])
+    check_near(found, exact, 5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -138,14 +125,6 @@ def test_weights_applied_to_the_candidates_are_the_hidden_states() -> None:
     torch.testing.assert_close(weights_BTS.sum(dim=2) + null_BT, torch.ones(2, 67, dtype=torch.float64))
 
 
-def test_compiled_is_eager() -> None:
-    def loss(inputs: Tensor, before: Tensor) -> Tensor:
-        hidden, state = unchecked.linear_recurrence(inputs, state=LinearRecurrenceState(before))
-        return hidden.sin().sum() + state.hidden_BD.square().sum()
-
-    check_compiled(loss, *make_inputs("random", "odd sizes", dtype=torch.float32)[:2])
-
-
 @needs_numba
 def test_the_operator_keeps_the_contract_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -159,23 +138,6 @@ def test_the_operator_keeps_the_contract_of_operators(monkeypatch: pytest.Monkey
 def test_the_kernels_are_chosen_on_a_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert "numba" in LINEAR_RECURRENCE.backend_for(torch.device("cpu"), dtype).name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_stands_in_padding_changes_nothing(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    padding = torch.zeros(2, 12, dtype=torch.bool)
-    padding[0, :3] = padding[1, 5:7] = True
-    results = []
-    for filling in (0.0, torch.nan, torch.inf, 1e30):
-        inputs = torch.randn(2, 12, 2, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
-        inputs = inputs.masked_fill(padding[..., None, None], filling).requires_grad_()
-        hidden, state = unchecked.linear_recurrence(inputs, padding=padding)
-        (gradient,) = torch.autograd.grad(hidden.square().sum(), inputs)
-        results.append((hidden, state.hidden_BD, gradient))
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -85,21 +85,6 @@ def test_a_backend_equals_the_definition(backend, name: str, window: int | None)
             torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("window", [None, 3, 64, 300])
-@pytest.mark.parametrize("name", ["random", "peaked", "one early spike", "spikes"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
-def test_precision_against_float64(name: str, window: int | None, dtype: torch.dtype, tolerance: float) -> None:
-    logits = make_logits(name, (2, 601, 2)).to(dtype)
-    values, weight = make_values((2, 601, 2, 16)).to(dtype), make_values((2, 601, 2, 16), seed=3).to(dtype)
-    results = []
-    for kind in (torch.float64, dtype):
-        inputs = logits.to(kind).requires_grad_(), values.to(kind).requires_grad_()
-        means, state = prefix_softmax(*inputs, window=window)
-        results.append([means, *state, *torch.autograd.grad((means * weight.to(kind)).sum(), inputs)])
-    for expected, result in zip(*results, strict=True):
-        assert relative_error(result.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)) <= tolerance
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     window=st.one_of(st.none(), st.integers(1, 60)),
@@ -156,24 +141,6 @@ def test_the_future_cannot_leak_even_through_the_shift() -> None:
             rtol=0,
             atol=0,
         )
-
-
-def test_the_state_has_one_shape_from_the_first_call_on() -> None:
-    for window, size in [(None, 1), (1, 0), (6, 5)]:
-        state = None
-        for length in (1, 3, 40, 1):
-            _, state = prefix_softmax(
-                torch.zeros(B, length, H), torch.ones(B, length, H, D), window=window, state=state
-            )
-            assert state.logits_BSH.shape == (B, size, H)
-            assert state.values_BSHD.shape == (B, size, H, D)
-            assert state.values_BSHD.dtype == torch.float32
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_gradients_by_finite_differences(window: int | None) -> None:
-    inputs = (make_logits("random", (1, 20, 2)).requires_grad_(), make_values((1, 20, 2, 2)).requires_grad_())
-    assert torch.autograd.gradcheck(lambda *x: prefix_softmax(*x, window=window)[0], inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("window", [None, 5])

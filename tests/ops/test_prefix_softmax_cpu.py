@@ -15,7 +15,6 @@ from multilin.ops.kernels import why_no_numba
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, operator, prefix_softmax, reference
 from tests.ops import prefix_softmax_case
 from tests.ops.cases.prefix_softmax import make_logits, make_starts, make_values
-from tests.ops.compiled import check_compiled
 from tests.ops.prefix_softmax_case import Case, any_case, everything
 from tests.processes import PYTHON, run
 
@@ -159,15 +158,6 @@ def test_a_forked_process_can_use_it_too(two_threads: None, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_is_eager(window: int | None, dtype: torch.dtype) -> None:
-    def loss(logits: Tensor, values: Tensor) -> Tensor:
-        return prefix_softmax(logits, values, window=window, null_logit=0.1)[0].float().square().sum()
-
-    check_compiled(loss, make_logits("random", (2, 40, 3)).float(), make_values((2, 40, 3, 8)).to(dtype))
-
-
-@pytest.mark.parametrize("window", [None, 5])
 def test_the_operator_keeps_the_contract_of_operators(window: int | None) -> None:
     logits, values = make_logits("random", (2, 20, 3)).float(), make_values((2, 20, 3, 4)).float()
     inputs, state, null = (logits, values, None), (None, None), 0.3
@@ -199,23 +189,3 @@ op.prefix_softmax(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1, 1))
 assert "numba" in sys.modules
 """
     run([*PYTHON, "-c", program])
-
-
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_of_torch_changes_nothing(default: torch.dtype, two_threads: None) -> None:
-    inputs = make_logits("random", (1, 2048, 8)).float(), make_values((1, 2048, 8, 8)).float()
-
-    def compute() -> list[Tensor]:
-        needed = [x.clone().requires_grad_() for x in inputs]
-        means, state = by_kernels(*needed)
-        return [means, *state, *torch.autograd.grad(means.sin().sum() + state.values_BSHD.sum(), needed)]
-
-    expected, before = compute(), torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        actual = compute()
-    finally:
-        torch.set_default_dtype(before)
-    for x, y in zip(actual, expected, strict=True):
-        assert x.dtype == y.dtype
-        assert torch.equal(x, y)

@@ -11,7 +11,6 @@ from multilin.ops.kernels import why_no_numba
 from multilin.ops.tile_norm import reference
 from tests.ops.cases.tile_norm import SHAPES, make_input
 from tests.ops.checked import tile_norm
-from tests.ops.compiled import check_compiled
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 TYPES = [
@@ -61,23 +60,6 @@ def test_zero_tiles_stay_zero_and_have_no_gradient(dtype: torch.dtype) -> None:
     assert torch.equal(gradient[1, 4:], torch.zeros(4, dtype=dtype))
 
 
-def test_gradients_by_finite_differences() -> None:
-    x = make_input("odd tiles").clamp(-2, 2).masked_fill(make_input("odd tiles") == 0, 0.5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: tile_norm(x, tile=7), (x,))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slices_and_slanted_tensors_give_what_copies_give(dtype: torch.dtype) -> None:
-    whole = torch.randn(5, 7, 48).to(dtype)
-    for x in (whole[..., 8:32], whole[:, ::2, 8:32], whole.transpose(0, 1)[..., 24:], whole[..., ::2]):
-        for found, expected in zip(
-            result_and_gradient(x, 8, dtype), result_and_gradient(x.clone(), 8, dtype), strict=True
-        ):
-            assert torch.equal(found, expected)
-    needed = whole.requires_grad_()
-    assert tile_norm(needed, tile=8).sum().backward() is None  # the gradient is one number seen everywhere
-
-
 def test_nan_and_inf_do_not_vanish() -> None:
     for bad in (torch.nan, torch.inf):
         x = torch.ones(2, 8)
@@ -96,14 +78,6 @@ def test_numbers_whose_squares_are_too_large_do_not_vanish(dtype: torch.dtype) -
         result = compute(x)
         assert bool(result[0].isnan().all())
         assert torch.equal(result[1], x[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_is_eager(dtype: torch.dtype) -> None:
-    def loss(x: Tensor) -> Tensor:
-        return unchecked.tile_norm(x, tile=8, dtype=dtype).float().sin().sum()
-
-    check_compiled(loss, torch.randn(3, 5, 24))
 
 
 @pytest.mark.skipif(why_no_numba() is not None, reason=str(why_no_numba()))

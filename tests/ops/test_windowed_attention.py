@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from multilin.ops.windowed_attention import WINDOWED_ATTENTION, gpu, portable, r
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
 from tests.ops.checked import windowed_attention
-from tests.ops.largest import LargestTensor
+from tests.ops.comparing import LargestTensor, check_near, with_gradients
 
 B, T, H, D, E = 2, 131, 2, 3, 5
 
@@ -90,13 +91,8 @@ def test_reading_in_pieces_equals_reading_at_once(name, cuts, packed) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("low", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
 def test_precision_against_float64(name: str, low: torch.dtype, tolerance: float) -> None:
-    results, weight = [], make_inputs(B, T, H, D, E, seed=8)[2].to(low)
-    for dtype in (torch.float64, low):
-        inputs = [x.to(low).to(dtype).requires_grad_() for x in make_inputs(B, T, H, D, E)]
-        means, _ = windowed_attention(*inputs, **OPTIONS[name])
-        results.append([means, *torch.autograd.grad((means * weight.to(dtype)).sum(), inputs, materialize_grads=True)])
-    for expected, result in zip(*results, strict=True):
-        assert (result.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-12)
+    inputs, compute = [x.to(low) for x in make_inputs(B, T, H, D, E)], partial(windowed_attention, **OPTIONS[name])
+    check_near(with_gradients(compute, inputs), with_gradients(compute, inputs, torch.float64), tolerance)
 
 
 def test_an_empty_past_gives_zero_and_zero_gradients() -> None:
@@ -114,41 +110,23 @@ def test_an_empty_past_gives_zero_and_zero_gradients() -> None:
             assert (gradient == 0).all()
 
 
-def test_a_null_key_is_one_more_token_of_logit_and_value_zero() -> None:
-    q, k, v = make_inputs(B, T, H, D, E)
-    result, _ = windowed_attention(q, k, v, window=T, null_key=True)
-    scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(), -torch.inf)
-    scores = torch.cat([torch.zeros(B, H, T, 1, dtype=v.dtype), scores], dim=-1)
-    values = torch.cat([torch.zeros_like(v[:, :1]), v], dim=1)
-    expected = torch.einsum("bhts,bshe->bthe", scores.softmax(dim=-1), values)
-    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("window", [0, 1])
 @pytest.mark.parametrize("score", [0.0, 10.0, 20.0, -20.0])
 def test_a_null_key_leaves_gradients_their_digits(window: int, score: float) -> None:
     """Also where the other token has nearly all of the weight."""
     q, k, v = make_inputs(B, T, H, D, E)
-    q, k, scale = 1 + 0.01 * q, 1 + 0.01 * k, score / D
-    results = []
-    for dtype in (torch.float64, torch.float32):
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        means, _ = windowed_attention(*leaves, window=window, scale=scale, null_key=True)
-        results.append(torch.autograd.grad(means, leaves, v.cos().to(dtype)))
-    for expected, found in zip(*results, strict=True):
-        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+    inputs = (1 + 0.01 * q).float(), (1 + 0.01 * k).float(), v.float()
+    attend = partial(windowed_attention, window=window, scale=score / D, null_key=True, needs_state=False)
+    check_near(with_gradients(attend, inputs), with_gradients(attend, inputs, torch.float64), 1e-5)
 
 
 @pytest.mark.parametrize("numbers", [1, 3000, 50_000])
 @pytest.mark.parametrize("window", [3, 40, 1000])
 def test_how_the_work_is_cut_changes_nothing(monkeypatch, numbers: int, window: int) -> None:
     monkeypatch.setitem(portable.NUMBERS, "cpu", numbers)
-    results = []
-    for backend in (reference, portable):
-        inputs = [x.requires_grad_() for x in make_inputs(3, T, H, D, E)]
-        means, _ = backend.windowed_attention(*inputs, window=window, scale=0.7, slope=0.1, null_key=True)
-        results.append([means, *torch.autograd.grad(means.sin().sum(), inputs)])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+    inputs, options = make_inputs(3, T, H, D, E), {"window": window, "scale": 0.7, "slope": 0.1, "null_key": True}
+    ways = (partial(backend.windowed_attention, **options) for backend in (portable, reference))
+    torch.testing.assert_close(*(with_gradients(way, inputs) for way in ways), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -187,29 +165,9 @@ def test_every_backend_is_tested_and_bad_input_is_named() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("null_key", [False, True])
-@pytest.mark.parametrize("scale", [0.2, 30.0])
-@pytest.mark.parametrize(("width", "value_width"), [(D, E), (E, D)])
-def test_a_whole_text_read_without_gradient(dtype, tolerance, null_key, scale, width, value_width) -> None:
-    options = {"window": T, "null_key": null_key, "scale": scale}
-    inputs = [x.to(dtype) for x in make_inputs(B, T, H, width, value_width)]
-    expected, state = windowed_attention(*(x.double() for x in inputs), **options)
-    means, after = windowed_attention(*inputs, **options)
-    assert means.dtype == dtype
-    assert (means - expected).square().mean().sqrt() <= tolerance * expected.square().mean().sqrt()
-    for one, other in zip(after, state, strict=True):
-        torch.testing.assert_close(one.double(), other)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
 def test_wide_windows_whose_blocks_are_larger_are_the_definition(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    rounded = [torch.randn(1, 700, 2, 8, generator=generator).to(dtype) for _ in range(4)]
-    results = []
-    for kind, compute in ((torch.float64, reference.windowed_attention), (dtype, portable.windowed_attention)):
-        queries, keys, values = (x.to(kind).requires_grad_() for x in rounded[:3])
-        means, _ = compute(queries, keys, values, window=600, scale=0.3, null_key=True, needs_state=False)
-        loss = (means * rounded[3].to(kind)).sum()
-        results.append([means, *torch.autograd.grad(loss, (queries, keys, values))])
-    for exact, found in zip(*results, strict=True):
-        assert (found.double() - exact).norm() <= tolerance * exact.norm()
+    inputs = [torch.randn(1, 700, 2, 8, generator=generator).to(dtype) for _ in range(3)]
+    options = {"window": 600, "scale": 0.3, "null_key": True, "needs_state": False}
+    exact = with_gradients(partial(reference.windowed_attention, **options), inputs, torch.float64)
+    check_near(with_gradients(partial(portable.windowed_attention, **options), inputs), exact, tolerance)

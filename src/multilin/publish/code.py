@@ -1,7 +1,7 @@
 """The model's code as files that need PyTorch and transformers only.
 
-transformers loads the code of a hub's model from files in one folder. So `multilin.ops.rotary.reference` becomes
-`ops_rotary_reference.py`, which differs from the package's file in its imports alone: they are relative. Compiled
+transformers loads the code of a hub's model from files in one folder. So `multilin.ops.tile_norm.reference` becomes
+`ops_tile_norm_reference.py`, which differs from the package's file in its imports alone: they are relative. Compiled
 kernels, checks of settings, and packages that only annotations need are not among the files; names imported from them
 come from `publish_stand_ins.py`.
 """

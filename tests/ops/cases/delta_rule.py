@@ -60,10 +60,3 @@ def make_inputs(
         normalize(draw(*shape, width), dim=-1), normalize(draw(*shape, width), dim=-1), draw(*shape, value_width),
         log_decays if has_decays else None, share() if has_rates else None, draw(batch, heads, width, value_width),
     )  # fmt: skip
-
-
-def results_and_gradients(compute: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> list[Tensor]:
-    """What a backend reads, its memory, and the gradients of all inputs, of their sine and cosine."""
-    inputs = inputs.map(lambda x: x.detach().requires_grad_())
-    read, memory = compute(*inputs)
-    return [read, memory, *torch.autograd.grad(read.sin().sum() + memory.cos().sum(), inputs.given())]

@@ -1,7 +1,6 @@
 """Inputs on which every backend of `linear_recurrence` is held against the definition."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +27,3 @@ def make_inputs(
     before = torch.rand(num_batch, width, generator=generator, dtype=dtype)
     starts = torch.rand(num_batch, num_time, generator=generator) < 1 / 7
     return torch.stack([GATES[gates](noise), 2 * candidates], dim=2), before, starts
-
-
-def results_and_gradients(compute: Any, inputs: Tensor, before: Tensor, starts: Tensor | None) -> list[Tensor]:
-    """Hidden states, the last of them, and the gradients of inputs and of what was before them."""
-    needed = [x.detach().requires_grad_() for x in (inputs, before)]
-    results = compute(*needed, starts)
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).bfloat16().to(x) for x in results]
-    return [*(x.detach() for x in results), *torch.autograd.grad(results, needed, weights)]

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import normalize
 
 from multilin.ops.delta_rule import DELTA_RULE, gpu, portable, reference
-from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs, results_and_gradients
-from tests.ops.poison import poison_memory
+from tests.ops.cases.delta_rule import SWITCHES, Inputs, make_inputs
+from tests.ops.comparing import check_near, poison_memory, with_gradients
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
@@ -33,10 +33,8 @@ def products(precision: str) -> Iterator[None]:
 
 def check(inputs: Inputs, device: torch.device, tolerance: float = TOLERANCES["highest"]) -> None:
     rounded = inputs.map(lambda x: x.float().to(device))
-    found = results_and_gradients(delta_rule, rounded)
-    exact = results_and_gradients(reference.delta_rule, rounded.map(torch.Tensor.double))
-    for result, expected in zip(found, exact, strict=True):
-        assert (result - expected).norm() <= tolerance * expected.norm()
+    exact = with_gradients(reference.delta_rule, rounded, torch.float64)
+    check_near(with_gradients(delta_rule, rounded), exact, tolerance)
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -90,7 +88,7 @@ def test_large_shapes(way: int, shape: str, precision: str, device: torch.device
 def test_compiled_is_eager(name: str, device: torch.device) -> None:
     inputs = make_inputs(name, 1, 141, 2, 16, 8).map(lambda x: x.float().to(device))
     compiled = torch.compile(delta_rule, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(results_and_gradients(compiled, inputs), results_and_gradients(delta_rule, inputs))
+    torch.testing.assert_close(with_gradients(compiled, inputs), with_gradients(delta_rule, inputs))
 
 
 def test_the_operator_is_well_formed(device: torch.device) -> None:

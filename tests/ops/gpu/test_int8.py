@@ -11,7 +11,7 @@ from multilin.ops.int8.rounding import Rounded
 from tests.ops.cases.block_outer import SHAPES as OUTER_SHAPES
 from tests.ops.cases.block_outer import make_inputs as outer_inputs
 from tests.ops.cases.int8 import SHAPES, make_inputs
-from tests.ops.poison import poison_memory
+from tests.ops.comparing import poison_memory
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 

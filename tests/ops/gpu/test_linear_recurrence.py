@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from multilin.ops.linear_recurrence import LINEAR_RECURRENCE, gpu, operator, reference
-from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs, results_and_gradients
-from tests.ops.poison import poison_memory
+from tests.ops.cases.linear_recurrence import GATES, SHAPES, make_inputs
+from tests.ops.comparing import TOLERANCE, check_near, poison_memory, with_gradients
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 LARGE = {"long": (1, 100_001, 40), "many channels": (2, 4096, 1536), "many texts": (200, 130, 200)}
 
 linear_recurrence = partial(operator.linear_recurrence, "gpu")
@@ -31,11 +30,10 @@ def check(gates: str, shape: str, dtype: torch.dtype, device: torch.device, *, p
     inputs, before, starts = (x.to(device) for x in make_inputs(gates, shape))
     inputs = torch.cat([inputs, inputs], dim=-1).to(dtype)[..., : inputs.shape[-1]]
     before, starts = before.float(), starts if packed else None
-    found = results_and_gradients(linear_recurrence, inputs, before, starts)
-    exact = results_and_gradients(reference.linear_recurrence, inputs.double(), before.double(), starts)
-    for result, expected, kind in zip(found, exact, (dtype, torch.float32) * 2, strict=True):
-        assert result.dtype == kind
-        assert (result.double() - expected).norm() <= TOLERANCES[dtype] * expected.norm() + 1e-30
+    found = with_gradients(lambda *x: linear_recurrence(*x, starts), (inputs, before))
+    exact = with_gradients(lambda *x: reference.linear_recurrence(*x, starts), (inputs, before), torch.float64)
+    assert [x.dtype for x in found] == [dtype, torch.float32] * 2
+    check_near(found, exact, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -65,7 +63,7 @@ def test_dispatch_takes_the_kernels_for_gpus() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", LARGE)
 def test_large_shapes(shape: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, shape, LARGE[shape])

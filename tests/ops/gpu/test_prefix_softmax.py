@@ -1,6 +1,5 @@
 """Triton's kernels of prefix_softmax: held against the definition in float64, interpreted or on a card."""
 
-import os
 from functools import partial
 
 import pytest
@@ -12,10 +11,8 @@ from torch import Tensor
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, PrefixSoftmaxState, gpu, operator, portable, reference
 from tests.ops import prefix_softmax_case
 from tests.ops.cases.prefix_softmax import make_logits, make_values
-from tests.ops.compiled import check_compiled
-from tests.ops.poison import poison_memory
-from tests.ops.prefix_softmax_case import TOLERANCE, Case, any_case, everything
-from tests.processes import PYTHON, run
+from tests.ops.comparing import TOLERANCE, check_compiled, poison_memory
+from tests.ops.prefix_softmax_case import Case, any_case, everything
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
@@ -211,11 +208,6 @@ def test_dispatch_takes_the_kernels_for_gpus_and_refuses_what_they_cannot() -> N
     assert backend.name.startswith("triton")
     with pytest.warns(UserWarning, match="prefix_softmax: triton.*heads are 10000 wide.*portable"):
         PREFIX_SOFTMAX.backend_for(torch.device("cuda"), torch.float32, (torch.empty(1, 1, 1, 10_000),))
-
-
-def test_every_kernel_compiles_for_a_hopper_card() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run([*PYTHON, "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.prefix_softmax_calls"], environment=environment)
 
 
 def check_on_a_card(name: str, shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:

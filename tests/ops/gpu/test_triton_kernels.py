@@ -1,5 +1,6 @@
 """What Triton's kernels share, and how dispatch comes to them."""
 
+import os
 import warnings
 
 import pytest
@@ -74,3 +75,10 @@ def test_a_refusal_is_told_while_a_graph_is_traced() -> None:
 
     with pytest.warns(UserWarning, match="refusing_compiled_op: fast does not take this call"):
         torch.testing.assert_close(double(torch.ones(3)), 2 * torch.ones(3).sin())
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_hopper_card() -> None:
+    """Which takes no card."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run([*PYTHON, "-m", "tests.ops.gpu.compiling", "tests.ops.gpu.kernel_calls"], environment=environment)

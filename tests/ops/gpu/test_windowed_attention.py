@@ -6,11 +6,10 @@ import torch
 from multilin.ops.windowed_attention import WindowedAttentionState, gpu, reference
 from tests.ops.cases.prefix_softmax import make_starts
 from tests.ops.cases.windowed_attention import OPTIONS, make_inputs
-from tests.ops.poison import poison_memory
+from tests.ops.comparing import TOLERANCE, poison_memory
 
 pytestmark = pytest.mark.slow  # interpreted, where there is no card
 
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 CPU_SHAPE = (1, 67, 2, 5, 19)
 DECAYING = {"window": 64, "scale": 0.2, "hyper": 20.0}  # one weight of nearly 1 everywhere
 LARGE = {
@@ -62,7 +61,7 @@ def check(
         if not expected.isfinite().all():  # the state's logits
             assert torch.equal(result.float(), expected.float())
             continue
-        assert near(result, expected, TOLERANCES[dtype])
+        assert near(result, expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name]["window"]])
@@ -78,7 +77,7 @@ def test_decays_that_are_numbers_and_tiles_that_are_read_whole(decay: dict[str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_tiles_that_are_read_whole_at_size(dtype: torch.dtype, device: torch.device) -> None:
     check((1, 1031, 2, 128, 128), {"window": 900, "scale": 128**-0.5}, dtype, device, learned=False)
 
@@ -95,7 +94,7 @@ def test_the_gradient_keeps_its_digits_where_one_weight_is_nearly_1(device: torc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", LARGE)
 def test_at_size(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check(*LARGE[name], dtype, device, packed=True, with_state=True)
@@ -130,7 +129,7 @@ def test_decoding_token_by_token_equals_reading_at_once(name, dtype, device: tor
             )
             means = torch.cat([means, mean], dim=1)
     assert means.dtype == dtype
-    assert near(means, expected, TOLERANCES[dtype])
+    assert near(means, expected, TOLERANCE[dtype])
     assert torch.equal(state.logits_BS, last.logits_BS.float())
     assert near(state.keys_BSHD, last.keys_BSHD, 1e-7)
     assert near(state.values_BSHE, last.values_BSHE, 1e-7)

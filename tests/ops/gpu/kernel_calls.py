@@ -1,4 +1,6 @@
-"""Calls that start every kernel of int8, windowed_attention, linear_recurrence and delta_rule."""
+"""Calls that start every kernel for GPUs, each with all that it can be given."""
+
+import itertools
 
 import torch
 
@@ -6,6 +8,8 @@ from multilin.ops.delta_rule import portable as delta_rule
 from multilin.ops.int8.gpu import GpuSteps
 from multilin.ops.kernels import gpu_launch as launch
 from multilin.ops.linear_recurrence import operator as linear_recurrence
+from multilin.ops.prefix_softmax import PrefixSoftmaxState
+from multilin.ops.prefix_softmax import operator as prefix_softmax
 from multilin.ops.windowed_attention import WindowedAttentionState
 from multilin.ops.windowed_attention import gpu as windowed_attention
 
@@ -55,9 +59,29 @@ def call_delta_rule(width: int, value_width: int) -> None:
     (read.sum() + after.sum()).backward()
 
 
+def call_prefix_softmax(length: int, window: int | None, dtype: torch.dtype, has_own: bool, is_packed: bool) -> None:
+    """Forward and, but for one position, backward."""
+    is_step = length == 1
+    past = 1 if window is None else window - 1
+    logits, own = (torch.zeros(1, length, 2, requires_grad=not is_step) for _ in range(2))
+    values = torch.zeros(1, length, 2, 128, dtype=dtype, requires_grad=not is_step)
+    state = (torch.zeros(1, past, 2), torch.zeros(1, past, 2, 128))
+    state = PrefixSoftmaxState(*(x.requires_grad_(not is_step and window is None) for x in state))
+    starts = torch.zeros(1, length, dtype=torch.bool) if is_packed else None
+    more = {"own_logits": own} if has_own else {"null_logit": 0.3}
+    means, after = prefix_softmax.prefix_softmax(
+        "gpu", logits, values, window=window, state=state, starts=starts, **more
+    )
+    if not is_step:
+        (means.float().sum() + after.values_BSHD.sum()).backward()
+
+
 def call_every_kernel() -> None:
-    """On a card of many processors, so that sums are split."""
+    """On a card of many processors, so that sums and time are cut."""
     launch.num_processors = lambda device: 132
+    for window, has_own in ((None, False), (None, True), (100, False), (256, False)):
+        for length, is_packed in itertools.product((600, 1), (False, True)):
+            call_prefix_softmax(length, window, torch.bfloat16, has_own, is_packed)
     call_windowed_attention(torch.bfloat16, 128, 128)
     call_windowed_attention(torch.float32, 128, 256)  # of the widest heads
     call_int8()

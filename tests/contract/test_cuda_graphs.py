@@ -8,7 +8,7 @@ from multilin.inference import cuda_graphs
 from multilin.inference.cuda_graphs import CALLS_BEFORE_CAPTURE, WARM_UPS, DecodingGraphs
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import TextState
-from multilin.model.state_tree import tensors_of
+from multilin.model.state import tensors_of
 from tests.contract.conftest import LONGEST, MakeModel, random_ids
 
 pytestmark = pytest.mark.slow_for_variants
@@ -129,7 +129,7 @@ def test_the_states_of_all_graphs_have_a_limit(make_model: MakeModel) -> None:
     alone, pair = started(model, 1, 9), started(model, 2, 9)
     ids = {state.batch_size: random_ids(state.batch_size, CALLS_BEFORE_CAPTURE + 1) for state in (alone, pair)}
     follow(graphs := DecodingGraphs(model, replayed, ROOM), pair, ids[2])
-    room = sum(tensor.nbytes for part in graphs._graphs[2].state.parts for tensor in tensors_of(part.value))
+    room = sum(tensor.nbytes for part in graphs._graphs[2].state.parts for tensor in tensors_of(part))
     small = DecodingGraphs(model, replayed, room)
     assert follow(small, alone, ids[1])[-1] is not None
     assert follow(small, pair, ids[2])[-1] is not None

@@ -17,7 +17,7 @@ from multilin.inference.state_contents import StateTensor
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 from multilin.model.modes import evaluation_mode
-from multilin.model.state_tree import named_tensors
+from multilin.model.state import named_tensors
 from multilin.ops.ring import Ring, slots_of
 
 OPSET = 23  # the first with RMSNormalization

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from multilin.model import MultilinForCausalLM, TextState
-from multilin.model.state import open_state
-from multilin.model.state_tree import tensors_of
+from multilin.model.state import open_state, tensors_of
 from multilin.ops.dispatch import warn_once
 
 WARM_UPS = 3  # calls of a task before it is captured
@@ -146,15 +145,15 @@ class _Graph:
 
     def _decode(self) -> None:
         """Read `ids_B1`; new tensors of the state are copied to where the old ones are, for the next token to read."""
-        before = _values(self.state)
+        before = self.state.parts
         given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
         self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])
-        _copy(before, _values(self.state))
-        self.state.values = before
+        _copy(before, self.state.parts)
+        self.state.parts = before
 
     def read(self, state: TextState, ids_B1: Tensor) -> Tensor:
         """See `DecodingGraphs.read`."""
-        given, own = state.begin_reading(1, is_plain=True), _values(self.state)
+        given, own = state.begin_reading(1, is_plain=True), self.state.parts
         _copy(own, given)
         self.ids_B1.copy_(ids_B1)
         self.replay()
@@ -163,13 +162,8 @@ class _Graph:
         return self.logits_BV
 
 
-def _values(state: TextState) -> list[Any]:
-    """The values of all parts as they lie in memory, windows as rings; `TextState.values` puts them in order."""
-    return [part.value for part in state.parts]
-
-
 def _num_bytes(state: TextState) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(_values(state)))
+    return sum(tensor.nbytes for tensor in tensors_of(state.parts))
 
 
 def _copy(targets: list[Any], sources: list[Any]) -> None:

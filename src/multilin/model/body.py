@@ -22,8 +22,7 @@ from multilin.model.documents import Packing, read_packing
 from multilin.model.embedding import TokenEmbedding, check_tokens
 from multilin.model.padding import ColumnOrder, check_mask, pads_after_tokens
 from multilin.model.remote import write_auto_file
-from multilin.model.state import TextState, open_state
-from multilin.model.state_tree import map_tensors, put_rows
+from multilin.model.state import TextState, map_tensors, open_state, put_rows
 from multilin.settings import load_settings
 
 DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ParameterHolder)

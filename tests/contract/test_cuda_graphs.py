@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.inference import cuda_graphs
-from multilin.inference.cuda_graphs import CALLS_BEFORE_CAPTURE, WARM_UPS, DecodingGraphs
-from multilin.inference.torch_engine import TorchEngine
+from multilin.inference import torch_engine
+from multilin.inference.torch_engine import CALLS_BEFORE_CAPTURE, WARM_UPS, DecodingGraphs, TorchEngine
 from multilin.model import TextState
 from multilin.model.state import tensors_of
 from tests.contract.conftest import LONGEST, MakeModel, random_ids
@@ -115,7 +114,7 @@ def test_without_memory_the_graphs_that_there_are_stay(make_model: MakeModel) ->
 
 @torch.inference_mode()
 def test_the_graph_that_was_not_used_for_longest_goes(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(torch_engine, "MOST_GRAPHS", 2)
     model = make_model().eval()
     graphs = DecodingGraphs(model, replayed, ROOM)
     for rows in (1, 2, 1, 3):

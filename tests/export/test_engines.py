@@ -19,8 +19,7 @@ from multilin.export.folder import export_run
 from multilin.inference.generate import Sequence, continue_file, generate
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import MANIFEST
-from multilin.inference.onnx_engine import OnnxEngine
-from multilin.inference.onnx_state import OnnxState
+from multilin.inference.onnx_engine import OnnxEngine, OnnxState
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
@@ -221,9 +220,6 @@ def test_the_engine_needs_no_pytorch_and_the_readme_neither(exports: Exports) ->
     script = f"""
 import sys
 sys.argv[0] = "multilin"  # the command line, which imports what it needs
-from multilin.inference.generate import generate
-from multilin.inference.onnx_engine import OnnxEngine
-from multilin.inference.settings import GenerationSettings
 engine = OnnxEngine({str(folder)!r}, 1)
 settings = GenerationSettings(max_new_tokens=100, temperature=0)
 print(generate(engine, engine.codec, "Once upon a time", settings).token_ids)

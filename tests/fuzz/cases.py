@@ -24,11 +24,12 @@ from multilin.architectures.base import architectures
 from multilin.cli.arguments import Flag, flags
 from multilin.cli.main import VERBS
 from multilin.files import checksum
-from multilin.inference import convert, state_file
+from multilin.inference import state_file
 from multilin.model import config
 from multilin.model.factory import BaselineOptions
 from multilin.runs import checkpoints
 from multilin.settings import without_empty
+from multilin.settings.bounds import Width
 from multilin.training.recipe import Recipe
 from tests.fuzz import damage as d
 from tests.fuzz.material import LINES, RECIPE, RUNS, SWEEP, TASK, TEXT, checkpoint_of
@@ -377,7 +378,8 @@ def conversions(folder: Path) -> Iterator[Case]:
     line, file = "convert fastformer theirs new", "theirs/model.safetensors"
     yield from damaged(line, "theirs/config.json", d.JSON.items(), "source")
     yield from damaged(line, file, d.TENSORS.items(), "weights")
-    yield from fields(line, "theirs/config.json", get_type_hints(convert._FastformerConfig, include_extras=True), 3)
+    sizes = ("hidden_size", "vocab_size", "n_layer", "n_heads", "n_positions")
+    yield from fields(line, "theirs/config.json", dict.fromkeys(sizes, Width), 3)
     for content in [*map(pickle.dumps, (_Program(), {"a": 1}, torch.zeros(1))), b"", b"x", b"PK\x03\x04"]:
         yield from damaged(line, file, [("", _pickle(content))], "weights")
 

@@ -15,9 +15,8 @@ from multilin.analysis.settings import ModelSizes
 from multilin.architectures import architectures
 from multilin.architectures.base import Architecture
 from multilin.errors import InputError, nearest
-from multilin.model.factory import create_model, layers_of, model_names
+from multilin.model.factory import create_model, evaluation_mode, layers_of, model_names
 from multilin.model.memory import check_memory, parameter_bytes
-from multilin.model.modes import evaluation_mode
 from multilin.runs.load import load_model, longest_text
 
 BACKWARD_AND_FORWARD = 3

@@ -17,11 +17,9 @@ from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.layers.norms import TileNorm, normalize_gradient
-from multilin.model.config import MultilinConfig
-from multilin.model.documents import Packing, read_packing
+from multilin.model.config import MultilinConfig, write_auto_file
 from multilin.model.embedding import TokenEmbedding, check_tokens
-from multilin.model.padding import ColumnOrder, check_mask, pads_after_tokens
-from multilin.model.remote import write_auto_file
+from multilin.model.row_layout import ColumnOrder, Packing, check_mask, pads_after_tokens, read_packing
 from multilin.model.state import TextState, map_tensors, open_state, put_rows
 from multilin.settings import load_settings
 

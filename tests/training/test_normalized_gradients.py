@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.layers.norms import normalize_gradient
+from multilin.layers.blocks import normalize_gradient
 from multilin.model.factory import create_model
 from multilin.training.loop import train
 from tests.training.conftest import Tiny

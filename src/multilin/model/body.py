@@ -15,8 +15,8 @@ from transformers.utils.generic import can_return_tuple
 from multilin.architectures.base import LayerOptions, get_architecture
 from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
+from multilin.layers.blocks import TileNorm, normalize_gradient
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
-from multilin.layers.norms import TileNorm, normalize_gradient
 from multilin.model.config import MultilinConfig, write_auto_file
 from multilin.model.embedding import TokenEmbedding, check_tokens
 from multilin.model.row_layout import ColumnOrder, Packing, check_mask, pads_after_tokens, read_packing

@@ -220,16 +220,13 @@ def timings(folder: Path) -> Iterator[Case]:
 
 
 def configs(folder: Path) -> Iterator[Case]:
-    """config.json and generation_config.json of runs."""
+    """config.json of runs."""
     ids = get_type_hints(config.TokenIds, include_extras=True)
     hints = {name: config._HINTS[name] for name in config.FIELDS} | ids
     yield from damaged("info run", "run/config.json", d.JSON.items())
     yield from fields("info run", "run/config.json", hints, 3)
-    yield from damaged(generate("run"), "run/generation_config.json", d.JSON.items(), may_pass="missing")
-    yield from fields(generate("run"), "run/generation_config.json", ids, 3)
     for run in RUNS:
         yield from anywhere(folder, generate(run), f"{run}/config.json", 12)
-    yield from anywhere(folder, generate("run"), "run/generation_config.json", 20)
 
 
 def tokenizers(folder: Path) -> Iterator[Case]:

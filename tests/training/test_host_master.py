@@ -144,7 +144,7 @@ def test_gradients_arrive_within_half_a_step_of_their_block(host: HostMaster) ->
     [
         {"model.architecture": "additive", "optimizer.name": "normalized_sgd", "training.gradient_checkpointing": True},
         {"model.architecture": "elita", "optimizer.name": "matrix_moment", "optimizer.clip_norm": 0.0,
-         "training.normalize_gradients": True, "model.config": {"tie_word_embeddings": False}},
+         "model.config": {"tie_word_embeddings": False}},
         {"model.architecture": "linear_mixer", "optimizer.clip_norm": 0.1, "training.int8_backward": False},
         {"model.architecture": "threelin", "training.quantization": "sim_2bit"},
         {"model.architecture": "tscale", "optimizer.name": "adamw"},

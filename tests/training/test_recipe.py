@@ -14,6 +14,7 @@ from multilin.training.recipe import (
     Recipe,
     builtin_recipes,
     first_difference,
+    left_out_fields,
     load_recipe,
     save_recipe,
 )
@@ -214,6 +215,44 @@ def test_resolving_fills_what_was_not_given_and_keeps_what_was() -> None:
     assert recipe.schedule.name is not None
     assert recipe.training.precision in ("float32", "bf16")
     assert resolve_recipe(recipe) == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "data: {source: PREPARED}\ntokenizer: {kind: byte}",
+            r"tokenizer\.kind: 'byte' given, but .* is prepared text",
+        ),
+        ("data: {source: PREPARED, text_field: body}", r"data\.text_field: 'body' given, but .* is prepared text"),
+        ("tokenizer: {kind: bpe, path: there}", r"tokenizer\.kind: 'bpe' given, but the tokenizer 'there' is loaded"),
+        (
+            "data: {source: python-docs, mix: {a: 1}}",
+            r"data\.source: 'python-docs' given, but data\.mix",
+        ),
+    ],
+)
+def test_fields_of_one_file_that_contradict_each_other_are_refused(content: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / "prepared" / "manifest.json").touch()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(content.replace("PREPARED", str(tmp_path / "prepared")))
+    with pytest.raises(InputError, match=sentence):
+        load_recipe(path)
+
+
+def test_what_another_choice_replaces_in_a_recipe_is_named(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()  # as in the folder of prepared text
+
+    def left_out(**changes: object) -> list[str]:
+        return left_out_fields("demo", changes, load_recipe("demo", changes))
+
+    assert left_out(**{"training.max_steps": 3}) == []
+    assert left_out(**{"model.architecture": "elita"}) == [
+        "model.options.head_size", "model.config.output_bias", "optimizer.learning_rate"
+    ]  # fmt: skip
+    assert left_out(**{"training.minutes": 3.0}) == ["training.max_steps"]
+    assert left_out(**{"data.source": str(tmp_path)}) == ["tokenizer.kind", "tokenizer.vocab_size"]
 
 
 @pytest.mark.parametrize("given", [{"data.source": "."}, {"data.source": "task:parity"}, {"tokenizer.path": "run"}])

@@ -233,12 +233,7 @@ def test_each_setting_changes_the_training(
     ("base", "change"),
     [
         ({"optimizer.name": "normalized_sgd"}, {"optimizer.row_average": 0.0}),
-        ({"optimizer.name": "normalized_sgd"}, {"optimizer.row_order": "average_then_normalize"}),
         ({"schedule.name": "tail"}, {"schedule.tail": 1.0}),
-        (
-            {"optimizer.name": "matrix_moment", "model.config.tie_word_embeddings": False},
-            {"training.normalize_gradients": True},
-        ),
     ],
 )
 def test_each_setting_of_an_optimizer_changes_the_training(

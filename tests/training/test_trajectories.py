@@ -35,10 +35,6 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
     "int8": {"training.precision": "int8"},
     "host": {"training.precision": "int8", "training.master": "host"},
     "task": {"data.source": "task:majority"},
-    "normalized": {
-        "training.normalize_gradients": True, "optimizer.name": "normalized_sgd", "optimizer.clip_norm": 0,
-        "model.config": {"tie_word_embeddings": False},
-    },
     "by the clock": {"training.minutes": 1000, "schedule.name": "constant"},
 }  # fmt: skip
 TWO_PROCESSES: dict[str, dict[str, Any]] = {
@@ -88,10 +84,12 @@ def run(folder: Path, name: str) -> list[list[float]]:
 def test_losses_are_those_that_were_stored(name: str, tmp_path: Path) -> None:
     stored = json.loads(STORED.read_text())[name]
     assert len(stored) == 31
-    # Processors round differently, and a bf16 run soon differs in its third digit.
-    tolerance = 0.02 if name in ("bf16", "int8", "host") else 1e-3
-    for found, expected in zip(run(tmp_path, name), stored, strict=True):
-        assert found == pytest.approx(expected, rel=tolerance)
+    # Processors round differently: a bf16 run soon differs in its third digit, and int8 gradients, which are rounded at
+    # random, have other norms.
+    is_rounded = name in ("bf16", "int8", "host")
+    for (loss, *norm), (expected, *expected_norm) in zip(run(tmp_path, name), stored, strict=True):
+        assert loss == pytest.approx(expected, rel=0.02 if is_rounded else 1e-3)
+        assert norm == pytest.approx(expected_norm, rel=0.15 if is_rounded else 1e-3)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from multilin.cli.export import export_trained
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import loading, read_recipe, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.inference.settings import GenerationSettings
-from multilin.training.recipe import Changes, load_recipe
+from multilin.training.recipe import Changes
 
 if TYPE_CHECKING:
     from multilin.training.outcomes import RunResult
@@ -27,7 +27,7 @@ def demo(changes: Changes) -> None:
     It takes about two minutes on two cores. A demo that ran before is replaced.
     Fields that the recipe `demo` leaves out have the defaults below.
     """
-    recipe = load_recipe(RECIPE, changes)
+    recipe = read_recipe(RECIPE, changes)
     with loading():
         from multilin.cli.progress import TrainingDisplay
         from multilin.data.task_text import is_task

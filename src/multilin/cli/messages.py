@@ -20,6 +20,7 @@ from multilin.settings.inputs import to_json
 
 if TYPE_CHECKING:
     from multilin.runs.load import Run
+    from multilin.training.recipe import Recipe
 
 
 @contextlib.contextmanager
@@ -68,6 +69,16 @@ def load(folder: str | Path) -> "Run":
         from multilin.runs.load import load_run
 
         return load_run(folder)
+
+
+def read_recipe(name_or_path: str | None, changes: Mapping[str, Any]) -> "Recipe":
+    """The recipe with the changes; stderr names the fields of it that another choice replaces. See `load_recipe`."""
+    from multilin.training.recipe import left_out_fields, load_recipe
+
+    recipe = load_recipe(name_or_path, changes)
+    if is_main_process() and (names := left_out_fields(name_or_path, changes, recipe)):
+        print(f"multilin: left out of the recipe, as another choice replaces it: {', '.join(names)}", file=sys.stderr)
+    return recipe
 
 
 def check_installed(user: str, extra: str, *modules: str) -> None:

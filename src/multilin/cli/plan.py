@@ -7,13 +7,13 @@ from rich.filesize import decimal
 
 from multilin.analysis.settings import PlanSettings
 from multilin.cli.arguments import POSITIONAL
-from multilin.cli.messages import as_flags, as_json, loading, say_next
+from multilin.cli.messages import as_flags, as_json, loading, read_recipe, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.cli.train import check_minutes, print_pick
 from multilin.errors import InputError, duration
 from multilin.settings import settings
 from multilin.settings.bounds import Minutes, PathText
-from multilin.training.recipe import Changes, load_recipe
+from multilin.training.recipe import Changes
 
 
 @settings
@@ -38,7 +38,7 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
             f"--minutes: {arguments.minutes:g} given, which picks a model for this machine; leave out --devices and "
             "--kind"
         )
-    recipe = load_recipe(arguments.recipe, changes)
+    recipe = read_recipe(arguments.recipe, changes)
     with loading():
         from multilin.analysis.budget.pick import pick
         from multilin.analysis.plan import DEVICES, describe_plan, plan_training

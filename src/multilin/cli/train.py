@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from multilin.cli.arguments import POSITIONAL
 from multilin.cli.export import export_trained
-from multilin.cli.messages import loading, say_next
+from multilin.cli.messages import loading, read_recipe, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError, plural
 from multilin.settings import settings
 from multilin.settings.bounds import Minutes, PathText
-from multilin.training.recipe import Changes, load_recipe
+from multilin.training.recipe import Changes
 
 if TYPE_CHECKING:
     from multilin.analysis.budget.pick import Pick
@@ -39,7 +39,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     if arguments.minutes is not None and arguments.resume:
         raise InputError("--minutes: given with --resume, but a run goes on with the time it began with; leave it out")
     check_minutes(arguments.minutes, changes)
-    recipe = load_recipe(arguments.recipe, changes)
+    recipe = read_recipe(arguments.recipe, changes)
     with loading():
         from multilin.cli.progress import ExpectingDisplay
         from multilin.data.task_text import is_task, task_text

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from multilin.layers.base import Layer, Layout
@@ -85,30 +84,6 @@ def standardize(x: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(dim=-1, keepdim=True)
     return (centred / (centred.std(dim=-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def normalize_gradient(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x; in the backward pass its gradient g becomes g / rms(g), with one rms for the whole tensor; 0 stays 0.
-
-    Between layers this keeps gradients in the range of half-precision numbers, at the price that the gradients of
-    earlier parameters lose their common scale. The mean square is computed in float32 or better, after a division by
-    the largest magnitude, so that it neither overflows nor vanishes. Source: TScale (Foreseerr).
-    """
-    return _NormalizeGradient.apply(x)
-
-
-class _NormalizeGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        wide = gradients[0].to(torch.promote_types(gradients[0].dtype, torch.float32))
-        largest = wide.abs().amax()
-        scaled = wide / torch.where(largest == 0, 1.0, largest)
-        mean_square = scaled.square().mean()
-        return (scaled * torch.where(mean_square == 0, 1.0, mean_square).rsqrt()).to(gradients[0].dtype)
 
 
 class Angles(NamedTuple):

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from multilin.architectures.base import LayerOptions, get_architecture
 from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
-from multilin.layers.blocks import TileNorm, normalize_gradient
+from multilin.layers.blocks import TileNorm
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
 from multilin.model.config import MultilinConfig, write_auto_file
 from multilin.model.embedding import TokenEmbedding, check_tokens
@@ -79,7 +79,6 @@ class MultilinModel(MultilinPreTrainedModel):
         names = sorted({entry["architecture"] for entry in config.layers})
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
         self.norm = _build_norm(config)
-        self.normalizes_gradients = False  # whether each layer's backward begins with a gradient of unit size
         self.post_init()
         # After the weights are drawn: int8 weights are made from them.
         set_arithmetic(self.layers, load_settings(Arithmetic, config.arithmetic, "arithmetic"))
@@ -177,8 +176,6 @@ class MultilinModel(MultilinPreTrainedModel):
         for layer, value in zip(self.layers, values[1:], strict=True):
             x_BTD = hidden_states[-1] if order is None else order.pack(hidden_states[-1])
             x_BTD, state = layer(x_BTD, value, layout)
-            if self.normalizes_gradients:
-                x_BTD = normalize_gradient(x_BTD)
             hidden_states.append(x_BTD if order is None else order.unpack(x_BTD))
             after.append(state)
         hidden_states[-1] = self.finish(hidden_states[-1])

@@ -23,7 +23,7 @@ from multilin.scoring.ngrams import is_much_unlike, unlikeness
 from multilin.training.adapters import add_adapters
 from multilin.training.environment import num_processes
 from multilin.training.fsdp import check_shard
-from multilin.training.optimizers import OPTIMIZERS, optimizer_bytes
+from multilin.training.optimizers import optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic
 from multilin.training.processes import accelerator_or_cpu
@@ -97,8 +97,7 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
         checkpoint: of a resumed run, which needs the model that it started from for adapters only.
 
     Raises:
-        InputError: sizes or options that do not fit, gradients that cannot be normalised layer by layer, or a model
-            whose training needs more memory than is left.
+        InputError: sizes or options that do not fit, or a model whose training needs more memory than is left.
     """
     with torch.device("meta"):
         network = create_network(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
@@ -106,8 +105,6 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
             add_adapters(network, recipe)
     _check_memory(recipe, network)
     check_shard(recipe.training)
-    if recipe.training.normalize_gradients:
-        _check_normalized_gradients(recipe, network)
     set_arithmetic(network, recipe.training)
 
 
@@ -171,8 +168,6 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
         model.set_token_counts(torch.from_numpy(text.train.token_counts()))
     if hasattr(model.config, "label_smoothing"):
         model.config.label_smoothing = recipe.training.label_smoothing
-    if recipe.training.normalize_gradients:
-        model.base_model.normalizes_gradients = True
     set_arithmetic(model, recipe.training)
     if recipe.training.lora is not None:
         add_adapters(model, recipe)
@@ -227,22 +222,3 @@ def _unread(model: PreTrainedModel) -> list[str]:
     """The fields of a block that the model does not read."""
     unread = [field for field in BLOCK_FIELDS if field not in inspect.signature(model.forward).parameters]
     return unread if getattr(model, "packs", True) else [*unread, "document_ids"]
-
-
-def _check_normalized_gradients(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Refuse settings that need the gradients of all layers at one common scale."""
-    able = [name for name, kind in OPTIMIZERS.items() if kind.normalizes]
-    reason = ""
-    if not hasattr(model.base_model, "normalizes_gradients"):
-        reason = f"{recipe.model.architecture} cannot normalise the gradient of each layer"
-    elif recipe.optimizer.name not in able:
-        reason = f"{recipe.optimizer.name} needs the layers' gradients at one common scale; take {' or '.join(able)}"
-    elif recipe.optimizer.clip_norm:
-        reason = "a common norm to clip does not exist then; set optimizer.clip_norm to 0"
-    elif model.config.tie_word_embeddings:
-        reason = (
-            "a tied embedding adds the gradients of the first and the last layer, which then differ in scale; "
-            "set model.config.tie_word_embeddings to false"
-        )
-    if reason:
-        raise InputError(f"training.normalize_gradients: true given, but {reason}")

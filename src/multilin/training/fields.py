@@ -15,7 +15,6 @@ _DEPENDENT: dict[str, tuple[str, ...]] = {  # field to the fields that were give
         "optimizer.clip_norm",
         "optimizer.betas",
         "optimizer.row_average",
-        "optimizer.row_order",
     ),
     "schedule.name": ("schedule.tail", "schedule.constant_steps"),
     "training.max_steps": ("training.minutes",),

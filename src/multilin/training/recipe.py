@@ -93,7 +93,7 @@ def load_recipe(
         values = without(values, ["model.start_hash"])  # of the weights that the recipe names
     values = overlay(nest(defaults or {}), _changed(values, overrides))
     recipe = load_settings(Recipe, values)
-    _check_text(recipe, overrides)
+    _check_text(recipe, overrides if is_run or "data.source" in overrides else flatten(values))
     check_start(recipe)
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides)
     if recipe.model.start is None or (is_run and not changes_model):
@@ -137,23 +137,28 @@ def check_start(recipe: Recipe) -> None:
         raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
 
 
-def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
-    """Refuse a source that a mixture replaces, and what a loaded tokenizer or prepared text has decided."""
-    if recipe.data.mix is not None and "data.source" in overrides:
+def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Refuse a source that a mixture replaces, and what a loaded tokenizer or prepared text has decided.
+
+    Args:
+        recipe: with these fields.
+        given: dotted fields that were given together with the source.
+    """
+    if recipe.data.mix is not None and "data.source" in given:
         raise InputError(
             f"data.source: {shown(recipe.data.source)} given, but data.mix is read instead; leave one of them out"
         )
-    trained = {"kind": overrides.get("tokenizer.kind"), "vocab_size": recipe.tokenizer.vocab_size}
-    given = next((name for name, value in trained.items() if value is not None), None)
-    if given is not None and (path := recipe.tokenizer.path) is not None:
+    trained = {"kind": given.get("tokenizer.kind"), "vocab_size": recipe.tokenizer.vocab_size}
+    name = next((name for name, value in trained.items() if value is not None), None)
+    if name is not None and (path := recipe.tokenizer.path) is not None:
         raise InputError(
-            f"tokenizer.{given}: {shown(trained[given])} given, but the tokenizer {shown(path)} is loaded, which "
+            f"tokenizer.{name}: {shown(trained[name])} given, but the tokenizer {shown(path)} is loaded, which "
             "decides it; leave it or tokenizer.path out"
         )
-    packed = [name for name in overrides if name in DECIDED_BY_PREPARING]
+    packed = [name for name in given if name in DECIDED_BY_PREPARING and given[name] is not None]
     if packed and recipe.data.is_prepared:
         raise InputError(
-            f"{packed[0]}: {shown(overrides[packed[0]])} given, but {shown(recipe.data.name)} is prepared text, which "
+            f"{packed[0]}: {shown(given[packed[0]])} given, but {shown(recipe.data.name)} is prepared text, which "
             "decides it; leave it out, or give it to `multilin prepare`"
         )
 
@@ -161,6 +166,14 @@ def _check_text(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
 def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The dotted fields that a recipe and changes of it give, to their values; arguments as for `load_recipe`."""
     return flatten(_changed({} if name_or_path is None else _read(_find(name_or_path)), overrides))
+
+
+def left_out_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """The dotted fields that a recipe gives and that another choice replaced; arguments and result of `load_recipe`."""
+    given = {} if name_or_path is None else flatten(_read(_find(name_or_path)))
+    kept = given_fields(name_or_path, overrides)
+    decided = DECIDED_BY_PREPARING if recipe.data.is_prepared else ()
+    return [name for name, value in given.items() if value is not None and (name not in kept or name in decided)]
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

@@ -44,7 +44,6 @@ class OptimizerRecipe:
     learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
     betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
     row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
-    row_order: Literal["normalize_then_average", "average_then_normalize"] | None = None  # normalized_sgd: for rows
     weight_decay: bounds.Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
     clip_norm: bounds.Strength | None = None  # largest norm of the gradient; 0 does not clip
     nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
@@ -82,7 +81,6 @@ class TrainingRecipe:
     seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
     int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
-    normalize_gradients: bool = False  # bring each layer's incoming gradient to unit size, for half precision
     quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # weights as if stored in few values
     master: Literal["device", "host"] = "device"  # where int8's float weights and the optimizer live; host is the CPU
     shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: all hold the whole

@@ -54,9 +54,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         options={"betas": _PLAIN.betas},
         normalizes=False,
     ),
-    "normalized_sgd": OptimizerKind(
-        NormalizedSGD, learning_rate=0.1, options={"row_average": 0.9, "row_order": "normalize_then_average"}
-    ),
+    "normalized_sgd": OptimizerKind(NormalizedSGD, learning_rate=0.1, options={"row_average": 0.9}),
     "matrix_moment": OptimizerKind(MatrixMoment, learning_rate=0.01, state_numbers=1),
     "muon": OptimizerKind(
         Muon, learning_rate=5e-3, weight_decay=0.1, clip_norm=1.0, state_numbers=1, normalizes=False, by_matrices=True

@@ -25,6 +25,7 @@ FORMAT = "multilin-state-4"
 METADATA = {"format", "model", "unread_ids", "sha256"}
 RNG_STATE = "rng_state"
 MOST_ROWS = 2**16
+LEAST_PARALLEL = 2**22  # bytes that are hashed in parallel; starting threads takes longer than hashing fewer
 MOST_TOKENS = 2**40  # that a model without n_positions can have read
 
 
@@ -257,10 +258,14 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
 
 
 def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
-    """SHA-256 of a text and of named tensors with a description each; they are hashed in parallel."""
+    """SHA-256 of a text and of named tensors with a description each; large tensors are hashed in parallel."""
     names = sorted(tensors)
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(_content_hash, (tensors[name][1] for name in names))
+    contents = [tensors[name][1] for name in names]
+    if sum(tensor.nbytes for tensor in contents) < LEAST_PARALLEL:
+        hashes = list(map(_content_hash, contents))
+    else:
+        with ThreadPoolExecutor() as pool:
+            hashes = list(pool.map(_content_hash, contents))
     total = hashlib.sha256(text.encode())
     for name, content in zip(names, hashes, strict=True):
         total.update(f"{name} {tensors[name][0]} {content}".encode())

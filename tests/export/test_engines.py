@@ -220,6 +220,9 @@ def test_the_engine_needs_no_pytorch_and_the_readme_neither(exports: Exports) ->
     script = f"""
 import sys
 sys.argv[0] = "multilin"  # the command line, which imports what it needs
+from multilin.inference.generate import generate
+from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.settings import GenerationSettings
 engine = OnnxEngine({str(folder)!r}, 1)
 settings = GenerationSettings(max_new_tokens=100, temperature=0)
 print(generate(engine, engine.codec, "Once upon a time", settings).token_ids)

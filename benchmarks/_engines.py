@@ -19,7 +19,7 @@ from multilin.errors import InputError
 from multilin.export.folder import export_run
 from multilin.files import atomic_folder
 from multilin.inference.engine import Engine
-from multilin.inference.state_contents import StateContents
+from multilin.inference.state_file import StateContents
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
 from multilin.runs.load import Run

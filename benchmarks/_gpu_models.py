@@ -13,7 +13,7 @@ from benchmarks._gpu_timing import Clock, attempt
 from benchmarks._models import multiplied, options_of, train_step
 from multilin.analysis.costs import state_bytes
 from multilin.architectures import architectures
-from multilin.inference.cuda_graphs import DecodingGraphs
+from multilin.inference.torch_engine import DecodingGraphs
 from multilin.model import MultilinForCausalLM
 from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import BASELINES, create_model

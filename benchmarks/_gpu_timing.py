@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from multilin.inference import cuda_graphs
+from multilin.inference import torch_engine
 
 
 class OutOfTime(Exception):
@@ -51,7 +51,7 @@ class Clock:
 def captured(task: Callable[[], object]) -> Callable[[], object] | None:
     """A replay of the task as one CUDA graph, which the host does not slow down; None where none can be made of it."""
     try:
-        return cuda_graphs.captured(task)
+        return torch_engine.captured(task)
     except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -9,7 +9,7 @@ import multilin
 
 SOURCE = Path(multilin.__file__).parent
 ORDER = (
-    "errors", "files", "settings", "ops", "layers", "architectures", "model", "data", "scoring", "inference",
+    "errors", "files", "settings", "ops", "layers", "architectures", "model", "data", "runs", "scoring", "inference",
     "training", "machine", "analysis", "export", "publish", "serving", "cli",
 )  # fmt: skip
 MOST_LOOSE_MODULES = 5

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from multilin.errors import InputError
-from multilin.inference import cuda_graphs
-from multilin.inference.cuda_graphs import CALLS_BEFORE_CAPTURE, WARM_UPS, DecodingGraphs
-from multilin.inference.torch_engine import TorchEngine
+from multilin.inference import torch_engine
+from multilin.inference.torch_engine import CALLS_BEFORE_CAPTURE, WARM_UPS, DecodingGraphs, TorchEngine
 from multilin.model import TextState
-from multilin.model.state_tree import tensors_of
+from multilin.model.state import tensors_of
 from tests.contract.conftest import LONGEST, MakeModel, random_ids
 
 pytestmark = pytest.mark.slow_for_variants
@@ -115,7 +114,7 @@ def test_without_memory_the_graphs_that_there_are_stay(make_model: MakeModel) ->
 
 @torch.inference_mode()
 def test_the_graph_that_was_not_used_for_longest_goes(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(torch_engine, "MOST_GRAPHS", 2)
     model = make_model().eval()
     graphs = DecodingGraphs(model, replayed, ROOM)
     for rows in (1, 2, 1, 3):
@@ -129,7 +128,7 @@ def test_the_states_of_all_graphs_have_a_limit(make_model: MakeModel) -> None:
     alone, pair = started(model, 1, 9), started(model, 2, 9)
     ids = {state.batch_size: random_ids(state.batch_size, CALLS_BEFORE_CAPTURE + 1) for state in (alone, pair)}
     follow(graphs := DecodingGraphs(model, replayed, ROOM), pair, ids[2])
-    room = sum(tensor.nbytes for part in graphs._graphs[2].state.parts for tensor in tensors_of(part.value))
+    room = sum(tensor.nbytes for part in graphs._graphs[2].state.parts for tensor in tensors_of(part))
     small = DecodingGraphs(model, replayed, room)
     assert follow(small, alone, ids[1])[-1] is not None
     assert follow(small, pair, ids[2])[-1] is not None

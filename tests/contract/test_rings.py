@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multilin import TextState
-from multilin.model.rings import map_windows
+from multilin.model.state import map_windows
 from multilin.ops.ring import Ring
 from tests.contract.conftest import MakeModel, random_ids
 
@@ -18,7 +18,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 def rings(state: TextState) -> list[Ring]:
     found: list[Ring] = []
     for part in state.parts:
-        map_windows(lambda window: found.append(window), part.value)
+        map_windows(lambda window: found.append(window), part)
     return [window for window in found if isinstance(window, Ring)]
 
 

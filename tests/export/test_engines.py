@@ -19,8 +19,7 @@ from multilin.export.folder import export_run
 from multilin.inference.generate import Sequence, continue_file, generate
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import MANIFEST
-from multilin.inference.onnx_engine import OnnxEngine
-from multilin.inference.onnx_state import OnnxState
+from multilin.inference.onnx_engine import OnnxEngine, OnnxState
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run

@@ -24,7 +24,7 @@ PRELOADED = """
     tests.fuzz.cases multilin.training.loop multilin.inference.generate multilin.inference.torch_engine
     multilin.analysis.explain.run
     multilin.analysis.explain.page multilin.analysis.compare.run multilin.analysis.quantize multilin.cli.parser
-    multilin.inference.rollout_run multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.costs
+    multilin.inference.rollout multilin.inference.convert multilin.data.tokenizer_tools multilin.analysis.costs
     multilin.analysis.evaluate.run multilin.analysis.evaluate.tasks transformers.models.gpt2.modeling_gpt2
 """.split()  # noqa: SIM905
 """Imported once, by the process that all others begin as copies of."""

@@ -11,7 +11,6 @@ import pytest
 
 from tests.golden.__main__ import main
 from tests.golden.families import FAMILIES, TOLERANCE, compare
-from tests.golden.small import make_small
 
 HERE = Path(__file__).parent
 SMALL = sorted(HERE.glob("*.npz"))
@@ -50,15 +49,6 @@ def test_the_kept_values_notice_a_small_change(tmp_path: Path, file: str, weight
     changed[weight] = changed[weight].astype(np.float64) * (1 + 1e-6 * np.cos(np.arange(changed[weight].shape[-1])))
     np.savez(tmp_path / f"{file}.npz", **changed)
     assert any(comparison.error > TOLERANCE for comparison in compare(tmp_path / f"{file}.npz"))
-
-
-def test_a_small_file_made_small_again_is_the_same(tmp_path: Path) -> None:
-    path = HERE / "mixer_linear_relu.npz"
-    make_small(path, tmp_path)
-    with np.load(path) as old, np.load(tmp_path / path.name) as new:
-        assert set(old.files) == set(new.files)
-        for name in old.files:
-            np.testing.assert_array_equal(old[name], new[name])
 
 
 def test_the_command_prints_every_array(capsys: pytest.CaptureFixture[str]) -> None:

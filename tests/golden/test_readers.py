@@ -12,7 +12,7 @@ from torch import nn
 from tests.golden.__main__ import main
 from tests.golden.families import compare
 
-GELU, NORM = nn.functional.gelu, nn.functional.layer_norm
+GELU = nn.functional.gelu
 
 
 def draw(*shape: int, scale: float = 0.4, seed: list[int] = [0]) -> np.ndarray:  # noqa: B006
@@ -88,83 +88,6 @@ def test_mixer_files(tmp_path: Path) -> None:
         check(tmp_path / f"mixer_{name}.npz", arrays, {"embed", "layer0.out", "logits", "loss"} | gradients | triangles)
 
 
-def test_a_mixer_block_alone(tmp_path: Path) -> None:
-    weights, x = conv("conv.0") | conv("conv.2"), draw(2, 7, 5)
-    inner = np.einsum("ts,bsd->btd", np.tril(weights["conv.0.weight"][..., 0]), x) + weights["conv.0.bias"][:, None]
-    inner = GELU(torch.from_numpy(inner)).numpy()
-    outer = np.einsum("ts,bsd->btd", np.tril(weights["conv.2.weight"][..., 0]), inner)
-    arrays = {f"w_before_forward.{name}": array for name, array in weights.items()}
-    arrays |= {"x": x, "out": outer + weights["conv.2.bias"][:, None] + x, "meta_json": json.dumps({"kind": "block"})}
-    check(tmp_path / "mixer_linear_expandconv_block.npz", arrays, {"out"})
-
-
-def test_linear_lm(tmp_path: Path) -> None:
-    length, vocab_size = 9, 29
-    c, ids = np.tril(draw(length, length)), np.random.default_rng(2).integers(0, vocab_size, length)
-    onehots = np.eye(vocab_size)[ids]
-    arrays: dict[str, Any] = {"C": c, "token_ids": ids, "a": c @ onehots}
-    for m in (vocab_size, 4 * vocab_size, 8):
-        head, into = draw(vocab_size, m), draw(m, vocab_size)
-        q = head @ into
-        arrays |= {f"m{m}.H": head, f"m{m}.W": into, f"m{m}.Q": q, f"m{m}.O_n": c @ onehots @ q.T}
-    t, outputs, alpha = [onehots[0]], [], np.zeros((length, length))
-    for n in range(length - 1):
-        t.append(q @ (c[n, : n + 1] @ np.array(t)))
-    alpha[0, 0] = 1
-    for n in range(length - 1):
-        alpha[n + 1, 1:] = c[n, : n + 1] @ alpha[: n + 1, :-1]
-    three = list(onehots[:3])
-    for n in range(8):
-        outputs.append(q @ (c[n, : n + 1] @ np.array(three[: n + 1])))
-        if n >= 2 and len(three) < 8:
-            three.append(outputs[-1])
-    powers = [np.linalg.matrix_power(q, p) @ onehots[0] for p in range(length)]
-    arrays |= {"rollout1.t": t, "rollout1.t3_polynomial": t[3], "t1_polynomial": t[1], "alpha": alpha}
-    arrays |= {"Q_powers_t0": powers, "rollout3.t": three, "rollout3.O": outputs, "t2_as_printed_in_document": t[1]}
-    pure = mixer_file("pure_linear", [conv(), conv()])
-    np.savez(tmp_path / "mixer_linear_pure.npz", **pure)
-    c1, c2 = (np.tril(pure[f"w_before_forward.mixerblocks.{i}.conv.weight"][..., 0]) + np.eye(7) for i in (0, 1))
-    b1, b2 = (pure[f"w_before_forward.mixerblocks.{i}.conv.bias"] for i in (0, 1))
-    composed = {"C_total": c2 @ c1, "b_total": c2 @ b1 + b2, "logits": pure["logits"]}
-    arrays |= {f"mixer_linear_pure.{name}": array for name, array in composed.items()}
-    given = {"C", "token_ids", "t2_as_printed_in_document", *(n for n in arrays if n.endswith((".H", ".W")))}
-    check(tmp_path / "linear_lm.npz", arrays, set(arrays) - given)
-
-
-@pytest.mark.parametrize("case", ["random", "masked"])
-def test_additive_ops(tmp_path: Path, case: str) -> None:
-    values, logits, weights = draw(2, 37, 2, 5), draw(2, 37, 2), draw(2, 37, 2, 5)
-    if case == "masked":
-        logits[:, 3:20] = -np.inf
-    arrays: dict[str, Any] = {"X": values, "U": weights, "random.logits": draw(2, 37, 2), f"{case}.logits": logits}
-    arrays["doc.x"], arrays["doc.w"] = draw(2, 11, 6), draw(6)
-    for name, window in (("global", 37), ("window1", 1), ("window5", 5), ("window48", 48)):
-        x, scores = (torch.from_numpy(array).requires_grad_() for array in (values, logits))
-        means = torch.zeros_like(x)
-        for t in range(37):
-            read = slice(max(0, t - window + 1), t + 1)
-            share = torch.exp(scores[:, read])
-            total = share.sum(dim=1, keepdim=True)
-            means[:, t] = ((share / torch.where(total > 0, total, 1.0))[..., None] * x[:, read]).sum(dim=1)
-        (means * torch.from_numpy(weights)).sum().backward()
-        arrays |= {f"{case}.{name}": means.detach().numpy(), f"{case}.{name}.dX": x.grad.numpy()}
-        arrays[f"{case}.{name}.dlogits"] = scores.grad.numpy()
-        read = np.exp(arrays["doc.x"] @ arrays["doc.w"] / 6**0.5)[..., None]
-        sums = [
-            [(a[:, max(0, t - window + 1) : t + 1]).sum(axis=1) for t in range(11)]
-            for a in (read * arrays["doc.x"], read)
-        ]
-        arrays[f"doc.{name}"] = (np.array(sums[0]) / np.array(sums[1])).transpose(1, 0, 2)
-    if case == "masked":
-        arrays["masked.window5.defined"] = ~((np.arange(37) >= 7) & (np.arange(37) < 20))[None, :, None].repeat(
-            2, 0
-        ).repeat(2, 2)
-    share = np.exp(arrays["random.logits"])
-    arrays["rnn.s"], arrays["rnn.z"] = np.cumsum(share[..., None] * values, axis=1), np.cumsum(share, axis=1)
-    given = {"X", "U", "doc.x", "doc.w", "rnn.s", "rnn.z", f"{case}.logits", "random.logits"}
-    check(tmp_path / "additive_ops.npz", arrays, set(arrays) - given | {"rnn.s / z"})
-
-
 def tiles(x: np.ndarray) -> np.ndarray:
     """Each tile of 128 divided by its root mean square."""
     cut = x.reshape(*x.shape[:-1], -1, 128)
@@ -231,68 +154,6 @@ def test_tscale_with_document_starts_two_heads_and_two_tiles(tmp_path: Path) -> 
     meta = {"dim": width, "heads": heads, "relu_mult": 2, "vocab": vocab_size, "widths": [0, 8, 64]}
     arrays |= {"tokens": tokens, "targets": targets, "meta_json": json.dumps(meta | {"layers": layers, "doc_start": 3})}
     check(tmp_path / "tscale_docstart.npz", arrays, expected)
-
-
-def standardized(u: torch.Tensor) -> torch.Tensor:
-    return (u - u.mean(-1, keepdim=True)) / (u.std(-1, keepdim=True) + 1e-5)
-
-
-def pooled(u: torch.Tensor, a: torch.Tensor, window: int, mask: torch.Tensor) -> torch.Tensor:
-    """P(u, a) over directly summed windows; u (B, T, heads, e), a (heads, e)."""
-    u = standardized(u)
-    share = torch.exp(15 * (standardized(a) * u).sum(-1) / u.shape[-1] - 10000 * (1 - mask[..., None]))
-    sums = [
-        (share[:, max(0, t - window + 1) : t + 1, :, None] * u[:, max(0, t - window + 1) : t + 1]).sum(1)
-        / (share[:, max(0, t - window + 1) : t + 1, :, None].sum(1) + 1e-5)
-        for t in range(u.shape[1])
-    ]
-    return torch.stack(sums, dim=1)
-
-
-def test_fastformer_with_windows_and_masks(tmp_path: Path) -> None:
-    meta = {"hidden_size": 12, "vocab_size": 17, "n_layer": 2, "window_sizes": [3, 5], "n_positions": 20, "n_heads": 2}
-    shapes = {"word_embedding.weight": (17, 12), "proj_logits.bias": (17,)}
-    shapes |= {
-        "fastformer_model.position_embeddings.weight": (20, 12),
-        "last_norm.weight": (12,),
-        "last_norm.bias": (12,),
-    }
-    for index in range(2):
-        stem = f"fastformer_model.decoders.{index}"
-        shapes |= {f"{stem}.attention.{name}": (2, 6) for name in ("query_attn", "key_attn")}
-        shapes |= {f"{stem}.attention.projections.weight": (36, 12), f"{stem}.boom.weight": (48, 12)}
-        shapes |= {f"{stem}.unboom.weight": (12, 48)}
-        shapes |= {f"{stem}.{n}.{k}": (12,) for n in ("attention.attn_norm", "boom_norm") for k in ("weight", "bias")}
-    w = {name: torch.from_numpy(draw(*shape)).requires_grad_() for name, shape in shapes.items()}
-    ids = torch.from_numpy(np.random.default_rng(3).integers(0, 17, (2, 16)))
-    mask = torch.ones(2, 16, dtype=torch.float64)
-    mask[0, 12:] = mask[1, :2] = mask[1, 5:12] = 0
-    arrays: dict[str, Any] = {"input_ids": ids.numpy(), "meta_json": json.dumps(meta | {"rescale": 15})}
-    arrays |= {f"w.{name}": tensor.detach().numpy() for name, tensor in w.items()}
-    arrays |= {"w.proj_logits.weight": arrays["w.word_embedding.weight"], "mask.attention_mask": mask.long().numpy()}
-    given = set(arrays)
-    for run, seen in (("nomask", torch.ones_like(mask)), ("mask", mask)):
-        x = w["word_embedding.weight"][ids] + w["fastformer_model.position_embeddings.weight"][:16]
-        for index, window in enumerate(meta["window_sizes"]):
-            stem = f"fastformer_model.decoders.{index}"
-            attention_norm = [w[f"{stem}.attention.attn_norm.{k}"] for k in ("weight", "bias")]
-            qkv = NORM(x, (12,), *attention_norm) @ w[f"{stem}.attention.projections.weight"].T
-            q, k, v = (part.unflatten(-1, (2, 6)) for part in qkv.chunk(3, dim=-1))
-            queries = pooled(q, w[f"{stem}.attention.query_attn"], window, seen)
-            x = x + (pooled(queries * k, w[f"{stem}.attention.key_attn"], window, seen) * v).flatten(2)
-            inner = (
-                NORM(x, (12,), *(w[f"{stem}.boom_norm.{k}"] for k in ("weight", "bias"))) @ w[f"{stem}.boom.weight"].T
-            )
-            x = x + GELU(inner) @ w[f"{stem}.unboom.weight"].T
-            arrays[f"{run}.layer{index}.out"] = x.detach().numpy()
-        x = NORM(x, (12,), w["last_norm.weight"], w["last_norm.bias"])
-        logits = x @ w["word_embedding.weight"].T + w["proj_logits.bias"]
-        labels = ids.masked_fill(seen == 0, -100)[:, 1:]
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
-        arrays |= {f"{run}.logits_direct": logits.detach().numpy(), f"{run}.loss": loss.detach().numpy()}
-        for (name, _), gradient in zip(w.items(), torch.autograd.grad(loss, list(w.values())), strict=True):
-            arrays[f"{run}.grad.{name}"] = gradient.numpy()
-    check(tmp_path / "fastformer_windowed.npz", arrays, set(arrays) - given)
 
 
 def test_other_systems_are_named_and_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from multilin import InputError, MultilinForCausalLM
+from multilin import InputError
 from multilin.data.tokenizers import train_tokenizer
-from multilin.inference.convert import convert_checkpoint, leap_config, our_name, our_weights
+from multilin.inference.convert import convert_checkpoint
 from tests.golden.families import relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -142,26 +142,6 @@ def test_converted_leap_checkpoints_have_the_logits_of_the_original(tmp_path: Pa
     convert_checkpoint("leap", source, tmp_path / "target")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target").double()
     assert relative_error(model(ids).logits.detach().numpy(), expected) <= 1e-9
-
-
-@pytest.mark.parametrize("rescale", [None, 10])
-def test_leap_computes_what_the_installed_package_does(rescale: int | None) -> None:
-    reason = "compares with the package: pip install --no-deps leap-transformer"
-    leap = pytest.importorskip("leap", reason=reason, exc_type=ImportError)
-    sizes = {"hidden_size": 64, "vocab_size": 19, "n_head": 2, "n_layer": 5, "n_positions": 48}
-    config = leap.LeapConfig(**sizes, rescale=rescale)
-    torch.manual_seed(0)
-    theirs = leap.LeapForCausalLM(config).double().eval()
-    ours = MultilinForCausalLM(leap_config(config.to_dict())).double().eval()
-    ours.load_state_dict(our_weights(theirs.state_dict()))
-    ids = torch.randint(19, (2, 40))
-    results = [model(input_ids=ids, labels=ids.clone()) for model in (theirs, ours)]
-    torch.testing.assert_close(results[1].logits, results[0].logits, rtol=1e-9, atol=1e-9)
-    for result in results:
-        result.loss.backward()
-    for name, parameter in theirs.named_parameters():
-        gradient = ours.get_parameter(our_name(name)).grad
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
 class Payload:

@@ -7,7 +7,6 @@ from multilin.errors import InputError
 from multilin.inference.rollout import compose, rollout, rollout_sequential
 from multilin.layers.linear import Arithmetic
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from tests.golden.linear_lm import power_coefficients
 
 VOCAB_SIZE, CONTEXT = 29, 19
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -67,20 +66,6 @@ def test_rollout_is_the_recurrence(options: dict, num_prompt: int, num_steps: in
     assert ((result - expected).norm(dim=-1) <= 1e-10 * expected.norm(dim=-1)).all()
     sequential = rollout_sequential(model, prompt, num_steps)
     assert ((sequential - expected).norm(dim=-1) <= 1e-10 * expected.norm(dim=-1)).all()
-
-
-def test_the_first_vectors_are_the_polynomials_of_q() -> None:
-    """t_1 = c0 Q t_0; t_2 = (c1 Q + c2 c0 Q^2) t_0; t_3 = (c3 Q + (c4 c0 + c5 c1) Q^2 + c5 c2 c0 Q^3) t_0."""
-    model, prompt = make_model({}, num_layers=1), ids(1, 1)
-    q, mixing, _ = compose(model)
-    c0, c1, c2, c3, c4, c5 = mixing[:3, :3][tuple(torch.tril_indices(3, 3))]
-    start = torch.nn.functional.one_hot(prompt[0, 0], VOCAB_SIZE).double()
-    powers = [torch.linalg.matrix_power(q, p) @ start for p in range(4)]
-    expected = [c0 * powers[1], c1 * powers[1] + c2 * c0 * powers[2]]
-    expected.append(c3 * powers[1] + (c4 * c0 + c5 * c1) * powers[2] + c5 * c2 * c0 * powers[3])
-    torch.testing.assert_close(rollout(model, prompt, 3)[0], torch.stack(expected), **EXACT)
-    alpha = power_coefficients(mixing, 3)
-    torch.testing.assert_close(alpha[1:] @ torch.stack(powers), torch.stack(expected), **EXACT)
 
 
 def test_long_rollouts_neither_vanish_nor_explode_on_the_way() -> None:

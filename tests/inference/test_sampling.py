@@ -15,8 +15,7 @@ from transformers import (
 
 from multilin import InputError
 from multilin.inference.generate import check_settings
-from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import adjust, candidates, choose_tokens
+from multilin.inference.sampling import RandomNumbers, adjust, candidates, choose_tokens
 from multilin.inference.settings import GenerationSettings
 
 V = 23

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from multilin import InputError, MultilinForCausalLM
 from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
-from multilin.inference.state_contents import StateTensor
-from multilin.inference.state_file import MOST_ROWS, RNG_STATE, check_shapes, checksum
+from multilin.inference.state_file import MOST_ROWS, RNG_STATE, StateTensor, check_tensors, checksum
 from multilin.model.factory import create_model
 
 ROWS, LONGEST, VOCAB_SIZE = 2, 64, 13
@@ -140,7 +139,7 @@ def test_what_could_not_be_read_back_is_not_written(model: MultilinForCausalLM, 
 
 def test_more_rows_than_can_be_are_refused() -> None:
     with pytest.raises(InputError, match=f"holds {MOST_ROWS + 1} rows"):
-        check_shapes({"x": [MOST_ROWS + 1, 3]}, {"x": StateTensor("x", [3], "float32", "summary")})
+        check_tensors({"x": ([MOST_ROWS + 1, 3], "float32")}, [StateTensor("x", [3], "float32", "summary")])
 
 
 @pytest.mark.parametrize("path", [".", "/dev/zero"])

@@ -63,14 +63,6 @@ def test_a_hybrid_reads_as_much_as_its_layers_where_the_frame_has_no_limit() -> 
         assert model.config.n_positions == longest
 
 
-def test_a_norm_without_bias_is_initialised() -> None:
-    """As an architecture of another package may have it."""
-    norm = torch.nn.LayerNorm(4, bias=False)
-    torch.nn.init.zeros_(norm.weight)
-    create_model("elita", **SIZES)._init_weights(norm)
-    assert norm.weight.tolist() == [1.0] * 4
-
-
 def test_a_layer_of_a_hybrid_may_have_its_own_initial_range() -> None:
     model = create_model("additive", **{**SIZES, "num_layers": None, "hidden_size": 64}, layers=HYBRID)
     assert 0.4 < model.model.layers[0].attention.query.weight.std() < 0.6

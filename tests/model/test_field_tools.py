@@ -4,7 +4,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 
 import peft
 import pytest
@@ -86,19 +85,6 @@ def test_prefix_tuning_is_refused_in_a_sentence() -> None:
         tuned(input_ids=ids(2, 9))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("target", ["embedding", "head"])
-def test_peft_warns_of_adapters_on_tied_embeddings(tied: bool, target: str) -> None:
-    model = make("additive", tie_word_embeddings=tied)
-    module = model.get_input_embeddings() if target == "embedding" else model.get_output_embeddings()
-    name = next(name for name, one in model.named_modules() if one is module).rpartition(".")[2]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=[name]))
-        adapted.merge_and_unload()
-    assert sum("tie_word_embeddings=True" in str(warning.message) for warning in caught) == 2 * tied
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_adapters_reach_every_matrix(variant: tuple[str, dict]) -> None:
     name, options = variant
@@ -176,15 +162,6 @@ def test_the_last_hidden_states_are_what_the_head_reads(architecture: str) -> No
     result = model(tokens, output_hidden_states=True)
     torch.testing.assert_close(model.lm_head(result.hidden_states[-1]), result.logits)
     torch.testing.assert_close(model.base_model(tokens).last_hidden_state, result.hidden_states[-1])
-
-
-def test_gradients_reach_hidden_states_between_padding(architecture: str) -> None:
-    model, mask = make(architecture), torch.tensor([[1, 0, 1, 1, 0, 0, 1, 0]])
-    result = model(ids(1, 8), attention_mask=mask, output_hidden_states=True)
-    for hidden_states in result.hidden_states:
-        hidden_states.retain_grad()
-    result.logits[0, -1].sum().backward()
-    assert all(hidden_states.grad.any() for hidden_states in result.hidden_states)
 
 
 @pytest.mark.slow
@@ -315,15 +292,6 @@ def test_a_prompt_padded_on_the_right_generates_what_it_generates_alone(architec
         assert torch.equal(generated[:, 13:], expected)
 
 
-def test_arguments_of_forward_go_through_generate(architecture: str) -> None:
-    model, arguments = make(architecture), {"output_hidden_states": True, "other": 4}
-    prepared = model.prepare_inputs_for_generation(ids(1, 5), **arguments)
-    assert prepared.items() >= arguments.items()
-    for settings in ({"output_attentions": True}, {"generation_config": GenerationConfig(output_attentions=True)}):
-        with pytest.raises(InputError, match="output_attentions: given"):
-            model.generate(ids(1, 5), max_new_tokens=2, return_dict_in_generate=True, **settings)
-
-
 def test_the_state_after_an_assistant_continues(architecture: str) -> None:
     model, tokens = make(architecture), ids(1, 12)
     how = {"prompt_lookup_num_tokens": 3, "return_dict_in_generate": True, **GREEDY}
@@ -359,12 +327,6 @@ def test_embeddings_generate_what_their_tokens_do(architecture: str) -> None:
 def test_a_batch_of_nothing_is_refused(architecture: str, shape: tuple[int, int], words: str) -> None:
     with pytest.raises(InputError, match=f"input_ids: {words}"):
         make(architecture)(torch.zeros(shape, dtype=torch.long))
-
-
-def test_texts_of_one_token_have_no_losses(architecture: str) -> None:
-    model, tokens = make(architecture), ids(2, 1)
-    assert model.token_losses(tokens).shape == (2, 0)
-    assert model(tokens, labels=tokens).loss == 0
 
 
 def test_generation_without_ids_begins_with_the_start_token(architecture: str) -> None:

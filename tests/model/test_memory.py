@@ -16,7 +16,7 @@ from multilin.analysis.settings import EvaluationSettings, ModelSizes
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.inference.generate_run import generate_text
-from multilin.inference.rollout_run import rollout_run
+from multilin.inference.rollout import rollout_run
 from multilin.inference.settings import GenerationSettings, RolloutSettings
 from multilin.model.factory import create_model, model_names
 from multilin.model.memory import activation_bytes, available_memory, check_memory, loss_bytes, parameter_bytes
@@ -145,9 +145,9 @@ def test_reading_and_searching_is_refused(
     with pytest.raises(InputError, match=r"^prompt: 41 tokens given, but reading 1 x 41 tokens at once would take"):
         generate_text(loaded, "x" * 40, GenerationSettings(max_new_tokens=2))
     little_memory(1e6)
-    words = r"^num_beams: 900 given, but a search among 900 texts of 12 tokens would take"
+    words = r"^prompt: 41 tokens given, but reading 900 x 41 tokens at once would take"
     with pytest.raises(InputError, match=words):
-        generate_text(loaded, "x", GenerationSettings(num_beams=900, max_new_tokens=10))
+        generate_text(loaded, "x" * 40, GenerationSettings(num_beams=900, max_new_tokens=2))
     with pytest.raises(InputError, match=r"^batch_size: 1000 given, but reading \d+ x \d+ tokens at once would take"):
         break_down_run(loaded, EvaluationSettings(source=str(tmp_path / "text.txt"), batch_size=1000))
     little_memory(2e4)

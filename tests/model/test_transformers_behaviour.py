@@ -142,14 +142,6 @@ def test_a_resized_vocabulary_keeps_the_logits_of_its_tokens(
     assert_equal_models(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
-def test_tied_weights_are_one(architecture: str) -> None:
-    model = make(architecture, tie_word_embeddings=True)
-    model.set_input_embeddings(torch.nn.Embedding(VOCAB_SIZE, 16))
-    model.tie_weights()
-    assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert len({id(parameter) for parameter in model.parameters()}) == len(list(model.parameters()))
-
-
 def test_settings_of_the_model_count_where_a_call_has_none() -> None:
     for longest in (LONGEST, None):
         model, tokens = make("elita", n_positions=longest), ids(1, 4)

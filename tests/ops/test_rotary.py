@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.layers.positions import rotary_angles, rotate
+from multilin.layers.blocks import rotary_angles, rotate
 from multilin.ops import rotary as unchecked
 from tests.ops.checked import rotary
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from multilin.errors import InputError
-from multilin.layers.norms import TileNorm
+from multilin.layers.blocks import TileNorm
 from multilin.ops import tile_norm as unchecked
 from multilin.ops.kernels import why_no_numba
 from multilin.ops.tile_norm import reference

@@ -15,9 +15,9 @@ from multilin.analysis.settings import ModelSizes
 from multilin.architectures import architectures
 from multilin.architectures.base import Architecture
 from multilin.errors import InputError, nearest
-from multilin.model.factory import create_model, layers_of, model_names
+from multilin.model import TextState
+from multilin.model.factory import create_model, evaluation_mode, layers_of, model_names
 from multilin.model.memory import check_memory, parameter_bytes
-from multilin.model.modes import evaluation_mode
 from multilin.runs.load import load_model, longest_text
 
 BACKWARD_AND_FORWARD = 3
@@ -161,7 +161,8 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
 
 def state_bytes(cache: Cache) -> list[int]:
     """Bytes of the tensors of each layer in a model's cache."""
-    return [sum(x.nbytes for x in tree_leaves(vars(layer)) if isinstance(x, Tensor)) for layer in cache.layers]
+    layers = cache.parts[1:] if isinstance(cache, TextState) else [vars(layer) for layer in cache.layers]
+    return [sum(x.nbytes for x in tree_leaves(layer) if isinstance(x, Tensor)) for layer in layers]
 
 
 def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[int]]:

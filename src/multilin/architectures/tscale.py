@@ -29,7 +29,7 @@ from torch import Tensor
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
 from multilin.errors import InputError
 from multilin.layers import Layer, Layout, Linear, Reader, TileNorm, head_width, multiply_pairs, multiply_scaled
-from multilin.layers.positions import rotary_angles, rotate
+from multilin.layers.blocks import rotary_angles, rotate
 from multilin.settings import settings
 from multilin.settings.bounds import Factor, Multiple, PastWindow, Positive, Strength, Width
 

@@ -19,7 +19,7 @@ from multilin.settings.bounds import PathText, Prose
 from multilin.settings.inputs import check_regular
 
 if TYPE_CHECKING:
-    from multilin.inference.rollout_run import RolloutResult
+    from multilin.inference.rollout import RolloutResult
 
 
 @settings
@@ -119,7 +119,7 @@ def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
     check_run_files(arguments.run)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
     run = load(arguments.run)
-    from multilin.inference.rollout_run import rollout_run
+    from multilin.inference.rollout import rollout_run
 
     result = rollout_run(run, prompt, settings)
     if arguments.json:

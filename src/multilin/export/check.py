@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_byte_lengths
 from multilin.errors import InputError, as_input_error
-from multilin.inference.engine import Engine, Logits
+from multilin.inference.engine import Engine
 from multilin.inference.onnx_engine import OnnxEngine
+from multilin.inference.sampling import Logits
 from multilin.inference.torch_engine import TorchEngine
 from multilin.model import MultilinForCausalLM
 from multilin.model.memory import parameter_bytes

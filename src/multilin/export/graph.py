@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from multilin.errors import as_input_error
 from multilin.inference.manifest import graph_tensors
 from multilin.inference.snapshot import describe_state, example_state
-from multilin.inference.state_contents import StateTensor
+from multilin.inference.state_file import StateTensor
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
-from multilin.model.modes import evaluation_mode
-from multilin.model.state_tree import named_tensors
+from multilin.model.factory import evaluation_mode
+from multilin.model.state import named_tensors
 from multilin.ops.ring import Ring, slots_of
 
 OPSET = 23  # the first with RMSNormalization

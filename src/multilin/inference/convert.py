@@ -1,33 +1,18 @@
 """Conversion of checkpoints of the original packages into ours, with the same logits."""
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
-from annotated_types import MaxLen
 from torch import Tensor
 
 from multilin.data.tokenizers import load_tokenizer, save_tokenizer
-from multilin.errors import InputError, as_input_error, shown
+from multilin.errors import InputError, as_input_error, prefixed, shown
 from multilin.files import atomic_folder, check_folder
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from multilin.settings import load_settings, settings
-from multilin.settings.bounds import (
-    MOST_LAYERS,
-    Depth,
-    Fraction,
-    Length,
-    Multiple,
-    Positive,
-    Strength,
-    Vocabulary,
-    Width,
-)
 from multilin.settings.inputs import read_json
 
 PACKAGE_NAMES = {
@@ -46,54 +31,15 @@ PACKAGE_NAMES = {
 """Names in the packages fastformerLM and leap-transformer (regular expressions) and ours."""
 
 
-@settings
-class _PackageConfig:
-    """The fields that the configs of both packages share."""
-
-    hidden_size: Width
-    vocab_size: Vocabulary
-    n_layer: Depth
-    n_positions: Length
-    window_sizes: Annotated[list[Length], MaxLen(MOST_LAYERS)] | None = None
-    hidden_dropout_prob: Fraction = 0.1
-    initializer_range: Strength = 0.02
-    rescale: Positive | None = None
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The window of each layer, none for one that reads all positions."""
-        sizes = self.window_sizes or [self.n_positions] * self.n_layer
-        return [None if size >= self.n_positions else size for size in sizes]
-
-
-@settings
-class _FastformerConfig(_PackageConfig):
-    """The config of fastformerLM."""
-
-    n_heads: Multiple = field(kw_only=True)
-    rescale_value: Positive = 15.0  # the same as rescale; versions differ in the name
-    label_smoothing: Fraction = 0.0
-
-
-@settings
-class _LeapConfig(_PackageConfig):
-    """The config of leap-transformer."""
-
-    n_head: Multiple = field(kw_only=True)
-
-
-_Config = TypeVar("_Config", bound=_PackageConfig)
-
-
 def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
     """Our config for a FastformerLMConfig: the stabilizer "head_norm", windows as listed, tied output with bias.
 
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
     """
-    theirs = _read_fields(_FastformerConfig, values)
-    options = {"stabilizer": "head_norm", "rescale": theirs.rescale or theirs.rescale_value}
-    return _our_config("additive", theirs, theirs.n_heads, options, label_smoothing=theirs.label_smoothing)
+    # The name of the factor differs between versions.
+    options = {"stabilizer": "head_norm", "rescale": values.get("rescale") or values.get("rescale_value", 15.0)}
+    return _our_config("additive", values, "n_heads", options, label_smoothing=values.get("label_smoothing", 0.0))
 
 
 def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
@@ -102,24 +48,30 @@ def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
     """
-    theirs = _read_fields(_LeapConfig, values)
-    options = {"weights": "exp" if "rescale" in values else "elu", "rescale": theirs.rescale}
-    return _our_config("leap", theirs, theirs.n_head, options)
-
-
-def _read_fields(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    known = {field.name for field in dataclasses.fields(kind)}
-    return load_settings(kind, {name: values[name] for name in values if name in known}, "config.json")
+    options = {"weights": "exp" if "rescale" in values else "elu", "rescale": values.get("rescale")}
+    return _our_config("leap", values, "n_head", options)
 
 
 def _our_config(
-    architecture: str, theirs: _PackageConfig, num_heads: int, options: dict[str, Any], **fields: Any
+    architecture: str, values: Mapping[str, Any], heads: str, options: dict[str, Any], **fields: Any
 ) -> MultilinConfig:
-    options |= {"num_heads": num_heads, "windows": theirs.windows, "dropout": theirs.hidden_dropout_prob}
-    return MultilinConfig.from_architecture(
-        architecture, hidden_size=theirs.hidden_size, num_layers=theirs.n_layer, vocab_size=theirs.vocab_size,
-        n_positions=theirs.n_positions, options=options, initializer_range=theirs.initializer_range, **fields,
-    )  # fmt: skip
+    """Our config for the fields that both packages share, and the number of heads under its name."""
+    for name in ("hidden_size", "vocab_size", "n_layer", "n_positions", heads):
+        if name not in values:
+            raise InputError(f"config.json: {name}: missing")
+    longest, windows = values["n_positions"], values.get("window_sizes") or "global"
+    with prefixed("config.json: "):
+        if windows != "global":
+            with as_input_error(lambda reason: f"window_sizes: they are no list of sizes ({reason})"):
+                windows = [None if size >= longest else size for size in windows]
+        options |= {
+            "num_heads": values[heads], "windows": windows, "dropout": values.get("hidden_dropout_prob", 0.1)
+        }  # fmt: skip
+        return MultilinConfig.from_architecture(
+            architecture, hidden_size=values["hidden_size"], num_layers=values["n_layer"],
+            vocab_size=values["vocab_size"], n_positions=longest, options=options,
+            initializer_range=values.get("initializer_range", 0.02), **fields,
+        )  # fmt: skip
 
 
 def our_name(name: str) -> str:

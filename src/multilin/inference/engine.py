@@ -3,12 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from multilin.inference.state_contents import StateContents, StateOwner
-
-Logits = NDArray[np.float32]
+from multilin.inference.sampling import Logits
+from multilin.inference.state_file import StateContents, StateOwner
 
 
 class Engine(Protocol):

@@ -6,11 +6,9 @@ from typing import Any
 
 from multilin.errors import InputError, plural
 from multilin.inference.engine import Engine
-from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import choose_tokens
+from multilin.inference.sampling import RandomNumbers, choose_tokens
 from multilin.inference.settings import DEFAULT_NEW_TOKENS, GenerationSettings
-from multilin.inference.state_contents import StateContents
-from multilin.inference.state_file import read_state, write_state
+from multilin.inference.state_file import StateContents, read_state, write_state
 from multilin.inference.text import TextCodec, TextStream
 
 DEFAULTS = GenerationSettings()

@@ -11,8 +11,7 @@ from multilin.inference.generate import DEFAULTS, Continuation, check_settings, 
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec, TextStream
 from multilin.inference.torch_engine import TorchEngine
-from multilin.model import MultilinForCausalLM
-from multilin.model.memory import cache_bytes, check_beams, check_reading
+from multilin.model.memory import check_reading
 from multilin.runs.load import Run
 
 
@@ -33,17 +32,17 @@ def generate_text(
     """
     engine, codec = TorchEngine(run.model), text_codec(run.tokenizer)
     prompt_ids = codec.encode(prompt, is_start=True)
-    if settings.num_beams == 1:
-        check_reading(f"prompt: {len(prompt_ids)} tokens", run.model, 1, len(prompt_ids), all_logits=False)
+    num_beams = settings.num_beams
+    check_reading(f"prompt: {len(prompt_ids)} tokens", run.model, num_beams, len(prompt_ids), all_logits=False)
+    if num_beams == 1:
         return generate(engine, codec, prompt, settings, write=write, echo=echo)
     num_new = count_new_tokens(len(prompt_ids), settings.max_new_tokens, engine.longest_text)
     check_settings(settings, engine.vocab_size)
-    _check_beams(run, prompt_ids, num_new, settings.num_beams)
     pad = codec.pad_id
     unknown = [token for token in (pad, *range(codec.num_tokens, engine.vocab_size)) if not codec.is_end(token)]
     found_ids = run.model.generate(
         torch.tensor([prompt_ids], device=run.model.device),
-        max_new_tokens=num_new, do_sample=False, num_beams=settings.num_beams,
+        max_new_tokens=num_new, do_sample=False, num_beams=num_beams,
         eos_token_id=[codec.end_id, codec.eos_id] if settings.stop_at_end else None, pad_token_id=pad,
         suppress_tokens=unknown or None,
     )  # fmt: skip
@@ -60,15 +59,3 @@ def text_codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
     end = start_token_id(tokenizer)
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad, tokenizer.eos_token_id)
-
-
-def _check_beams(run: Run, prompt_ids: list[int], num_new: int, num_beams: int) -> None:
-    """Refuse beams that need more memory than there is."""
-    model, num_tokens = run.model, len(prompt_ids) + num_new
-    state_bytes = cache_bytes(model.config, num_tokens)
-    if isinstance(model, MultilinForCausalLM):
-        state, first = model.new_state(), torch.tensor([prompt_ids[:1]], device=model.device)
-        with torch.no_grad():
-            model(first, past_key_values=state)
-        state_bytes = state.num_bytes  # it does not grow
-    check_beams(model, num_beams, num_prompt_tokens=len(prompt_ids), num_tokens=num_tokens, state_bytes=state_bytes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from multilin.errors import InputError, as_input_error
 from multilin.files import checksum, short_path
-from multilin.inference.state_contents import StateTensor
+from multilin.inference.state_file import StateTensor
 from multilin.runs.files import MANIFEST
 from multilin.settings.inputs import read_json
 

@@ -1,8 +1,10 @@
 """The engine that runs an exported model in ONNX Runtime, without PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -11,8 +13,7 @@ from numpy.typing import NDArray
 from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError, as_input_error
 from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
-from multilin.inference.onnx_state import OnnxState
-from multilin.inference.state_contents import StateContents, StateOwner
+from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.inference.text import TextCodec
 from multilin.ops.threads import available_cores, free_cores
 from multilin.runs.files import MANIFEST
@@ -21,6 +22,163 @@ onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machi
 
 SHORT = 4  # tokens that are read one by one: loading the graph of longer pieces takes longer
 _LEADING = {"step.onnx": ["input_ids", "num_read"], "prompt.onnx": ["input_ids", "num_new", "num_read"]}  # inputs
+FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
+EMBEDDING = ("num_read_B", "hash_B", "document_B")
+_HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
+
+
+@dataclass
+class OnnxState:
+    """The state of some rows.
+
+    about: descriptions of the tensors that the graphs take.
+    embedding: state of the embedding, (rows,) int64 by name: `num_read_B`, `hash_B` and `document_B`.
+    tensors: inputs of the graphs by name: summaries, and rings, which hold token number n in slot n mod slots.
+    room: rings with spare rows; the rings in `tensors` are their first rows.
+    """
+
+    about: Sequence[StateTensor]
+    embedding: dict[str, NDArray[np.int64]]
+    tensors: dict[str, NDArray[Any]]
+    room: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def num_read(self) -> NDArray[np.int64]:
+        """Number of tokens read by each row."""
+        return self.embedding["num_read_B"]
+
+    @classmethod
+    def empty(cls, about: Sequence[StateTensor], num_rows: int) -> "OnnxState":
+        """A state of `num_rows` rows that have read nothing."""
+        tensors = {}
+        for one in about:
+            shape = list(one.shape)
+            if one.is_ring:
+                shape[0] = min(FEWEST_SLOTS, shape[0])
+            tensor = np.full((num_rows, *shape), one.empty, one.dtype)
+            tensors[one.name] = np.ascontiguousarray(_slots_first(tensor, one))
+        return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors)
+
+    @classmethod
+    def from_contents(cls, about: Sequence[StateTensor], given: Mapping[str, NDArray[Any]]) -> "OnnxState":
+        """The state from the tensors of a state file."""
+        embedding = {name: given[f"embedding.{name}"].copy() for name in EMBEDDING}
+        tensors = {}
+        for one in about:
+            tensor = given[one.name]
+            if one.is_ring:
+                tensor = _slots_first(_as_ring(tensor, one, embedding["num_read_B"]), one)
+            tensors[one.name] = np.array(tensor, one.dtype, order="C")
+        return cls(about, embedding, tensors)
+
+    def contents(self, wanted: Sequence[StateTensor]) -> dict[str, NDArray[Any]]:
+        """The tensors of a state file."""
+        given = {f"embedding.{name}": numbers for name, numbers in self.embedding.items()}
+        tensors: dict[str, NDArray[Any]] = {}
+        for one in wanted:
+            if one.is_ring:
+                tensors[one.name] = self._in_order(one)
+            elif one.name in given or one.kind == "count":
+                tensors[one.name] = given.get(one.name, self.num_read).copy()
+            else:
+                tensors[one.name] = self.tensors[one.name].copy()
+        return tensors
+
+    def add(self, ids: NDArray[np.int64], counts: NDArray[np.int64], new: Sequence[NDArray[Any]]) -> None:
+        """Add what a graph returned for the first `counts` tokens of each row: new slots of rings, new summaries."""
+        for one, tensor in zip(self.about, new, strict=True):
+            if one.is_ring:
+                self._write(one, tensor, counts)
+            else:
+                self.tensors[one.name] = tensor
+        _advance_hashes(self.embedding["hash_B"], ids, counts)
+        self.embedding["num_read_B"] = self.num_read + counts
+
+    def _write(self, about: StateTensor, new: NDArray[Any], counts: NDArray[np.int64]) -> None:
+        ring, new = _slots_first(self.tensors[about.name], about), _slots_first(new, about)
+        num_slots = ring.shape[1]
+        if new.shape[1] == 1 and counts.all():
+            if len(ring) == 1:
+                ring[0, self.num_read[0] % num_slots] = new[0, 0]
+            else:
+                ring[np.arange(len(ring)), self.num_read % num_slots] = new[:, 0]
+            return
+        for row, (begin, count) in enumerate(zip(self.num_read.tolist(), counts.tolist(), strict=True)):
+            first = max(count - num_slots, 0)  # earlier ones have no place any more
+            ring[row, np.arange(begin + first, begin + count) % num_slots] = new[row, first:count]
+
+    def grow(self, num_tokens: int) -> None:
+        """Make room for so many tokens in all rings, or for as many as a full ring keeps."""
+        for one, tensor in self._rings():
+            axis = _slot_axis(one)
+            if tensor.shape[axis] >= min(num_tokens, one.shape[0]):
+                continue
+            edges = [(0, 0)] * tensor.ndim
+            edges[axis] = (0, _num_slots(one, num_tokens) - tensor.shape[axis])
+            room = self.room.get(one.name, tensor)
+            self.room[one.name] = np.pad(room, edges, constant_values=one.empty)
+            self.tensors[one.name] = self.room[one.name][: len(tensor)]
+
+    def _rings(self) -> Iterator[tuple[StateTensor, NDArray[Any]]]:
+        return ((one, self.tensors[one.name]) for one in self.about if one.is_ring)
+
+    def select(self, rows: Sequence[int]) -> "OnnxState":
+        """A copy of these rows in this order."""
+        index = np.array(rows, np.int64)
+        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
+        return OnnxState(self.about, {name: numbers[index] for name, numbers in self.embedding.items()}, tensors)
+
+    def join(self, other: "OnnxState") -> None:
+        """Append the rows of another state; rings with spare rows copy only the new ones."""
+        num_slots = max((ring.shape[_slot_axis(one)] for s in (self, other) for one, ring in s._rings()), default=0)
+        self.grow(num_slots)
+        other.grow(num_slots)
+        before, after = len(self.num_read), len(self.num_read) + len(other.num_read)
+        for one in self.about:
+            ring, added = self.tensors[one.name], other.tensors[one.name]
+            if not one.is_ring:
+                self.tensors[one.name] = np.concatenate([ring, added])  # a step gives new ones anyway
+                continue
+            room = self.room.get(one.name, ring)
+            if len(room) < after:
+                room = np.empty((max(after, 2 * before), *ring.shape[1:]), ring.dtype)
+                room[:before] = ring
+                self.room[one.name] = room
+            room[before:after] = added
+            self.tensors[one.name] = room[:after]
+        self.embedding = {name: np.concatenate([self.embedding[name], other.embedding[name]]) for name in EMBEDDING}
+
+    def leave(self, row: int) -> "OnnxState":
+        """Remove a row and return it as a state of its own; the last row takes its place."""
+        left, last = self.select([row]), len(self.num_read) - 1
+        for tensors in (self.tensors, self.embedding):
+            for name, tensor in tensors.items():
+                kept = tensor if tensor.flags.writeable else tensor.copy()
+                kept[row] = kept[last]
+                tensors[name] = kept[:last]
+        for state in (self, left):
+            state._shrink()
+        return left
+
+    def _shrink(self) -> None:
+        """Give up slots of rings that only a row that has left had filled: other rows have token n in slot n."""
+        num_tokens = max(int(self.num_read.max(initial=0)), 1)
+        for one, tensor in self._rings():
+            ring, num_slots = _slots_first(tensor, one), _num_slots(one, num_tokens)
+            if num_slots < ring.shape[1]:
+                self.tensors[one.name] = _slots_first(ring[:, :num_slots], one).copy()
+                self.room.pop(one.name, None)
+
+    def _in_order(self, about: StateTensor) -> NDArray[Any]:
+        """A ring as it is in PyTorch: the last tokens in order, or each token in the slot of its position."""
+        ring = _slots_first(self.tensors[about.name], about)
+        number = np.arange(about.shape[0])[None] + np.zeros((len(ring), 1), np.int64)
+        if about.kind == "window":
+            number = number + self.num_read[:, None] - about.shape[0]
+        is_empty = (number < 0) | (number >= self.num_read[:, None])
+        taken: NDArray[Any] = ring[np.arange(len(ring))[:, None], number % ring.shape[1]]
+        taken[is_empty] = about.empty
+        return taken
 
 
 class OnnxEngine:
@@ -143,3 +301,40 @@ class OnnxEngine:
     def restore(self, contents: StateContents) -> OnnxState:
         """The state from what `save` returned."""
         return OnnxState.from_contents(self._inputs, contents.tensors)
+
+
+def _slot_axis(about: StateTensor) -> int:
+    return 2 if about.is_multiplied else 1
+
+
+def _slots_first(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
+    """A view (rows, slots, ...) of a ring of the graphs, and the other way round."""
+    return tensor.swapaxes(1, 2) if about.is_multiplied else tensor
+
+
+def _num_slots(about: StateTensor, num_tokens: int) -> int:
+    """The number of slots of a ring with room for `num_tokens` tokens, or for as many as it keeps."""
+    return min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
+
+
+def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int64]) -> NDArray[Any]:
+    """A ring from all slots of PyTorch's state, with as few slots as possible."""
+    num_slots = _num_slots(about, max(int(num_read.max(initial=0)), 1))
+    ring: NDArray[Any] = tensor[:, :num_slots]
+    if about.kind == "window":
+        index = about.shape[0] - 1 - (num_read[:, None] - 1 - np.arange(num_slots)) % num_slots
+        ring = tensor[np.arange(len(tensor))[:, None], index]
+    return ring
+
+
+def _advance_hashes(hashes: NDArray[np.int64], ids: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    """Update the hashes with new tokens in place, as `multilin.model.embedding.hash_tokens`."""
+    with np.errstate(over="ignore"):
+        for column in range(ids.shape[1]):
+            is_read = counts > column
+            if not is_read.any():
+                return
+            after = (
+                hashes.astype(np.uint64) * _HASH_FACTOR + ids[:, column].astype(np.uint64) + np.uint64(1)
+            ) & _HASH_MASK
+            hashes[is_read] = after.astype(np.int64)[is_read]

@@ -10,12 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
-from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
-from multilin.inference.state_file import digest, read_state, write_state
+from multilin.inference.state_file import StateContents, StateOwner, StateTensor, digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
-from multilin.model.modes import evaluation_mode
-from multilin.model.rings import map_windows
-from multilin.model.state_tree import named_tensors
+from multilin.model.factory import evaluation_mode
+from multilin.model.state import map_windows, named_tensors
 from multilin.ops.ring import slots_of
 
 

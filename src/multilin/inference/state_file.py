@@ -1,14 +1,16 @@
 """State files: the state of sequences in one safetensors file, all of which is checked when it is read.
 
-Nothing heavy is imported here: engines without PyTorch read and write the same files.
+A state is numpy tensors here, whatever computed it, and a description of each. Nothing heavy is imported: engines
+without PyTorch read and write the same files. `multilin.inference.snapshot` is the way from and to PyTorch.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import safetensors
@@ -17,8 +19,7 @@ from safetensors.numpy import load, save
 
 from multilin.errors import InputError, prefixed
 from multilin.files import short_path, write_whole
-from multilin.inference.random_numbers import STATE_BYTES, RandomNumbers
-from multilin.inference.state_contents import StateContents, StateOwner, StateTensor
+from multilin.inference.sampling import STATE_BYTES, RandomNumbers
 
 FORMAT = "multilin-state-4"
 METADATA = {"format", "model", "unread_ids", "sha256"}
@@ -26,6 +27,79 @@ RNG_STATE = "rng_state"
 MOST_ROWS = 2**16
 LEAST_PARALLEL = 2**22  # bytes that are hashed in parallel; starting threads takes longer than hashing fewer
 MOST_TOKENS = 2**40  # that a model without n_positions can have read
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """The description of a tensor of a model's state.
+
+    name: see `TextState.named_tensors`.
+    shape: shape of one row.
+    dtype: "float32", "float64" or "int64".
+    kind: "window" holds the last tokens in order, "positions" the token at position n in slot n; the first axis of both
+        is that of the slots, and an empty slot has a logit of -inf, other values 0. A "summary" has no slots, and
+        "count" is the number of tokens read.
+    is_multiplied: in graphs the axis of heads comes before that of slots, (rows, heads, slots, ...).
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+    kind: Literal["window", "positions", "summary", "count"]
+    is_multiplied: bool = False
+
+    @property
+    def is_ring(self) -> bool:
+        """True if it has slots, of which only the filled ones need be kept."""
+        return self.kind in ("window", "positions")
+
+    @property
+    def empty(self) -> float:
+        """The value of an empty slot."""
+        return -np.inf if self.name.rpartition(".")[2].startswith("logits") else 0.0
+
+    def filled(self, tensor: NDArray[Any], num_slots: int) -> NDArray[Any]:
+        """The slots of (rows, slots, ...) that are filled after `num_slots` tokens."""
+        if self.kind == "window":
+            return tensor[:, max(tensor.shape[1] - num_slots, 0) :]
+        return tensor[:, :num_slots]
+
+    def whole(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        """All slots, from the filled ones."""
+        missing = self.shape[0] - tensor.shape[1]
+        if not missing:
+            return tensor
+        edges = (missing, 0) if self.kind == "window" else (0, missing)
+        return np.pad(tensor, [(0, 0), edges, *[(0, 0)] * (tensor.ndim - 2)], constant_values=self.empty)
+
+
+class StateOwner(NamedTuple):
+    """The model that states belong to.
+
+    hash: see `model_hash`.
+    vocab_size: V.
+    n_positions: tokens of the longest sequence, None for no limit.
+    tensors: descriptions of the tensors of its state.
+    """
+
+    hash: str
+    vocab_size: int
+    n_positions: int | None
+    tensors: Sequence[StateTensor]
+
+
+@dataclass
+class StateContents:
+    """The content of a state file.
+
+    tensors: tensors by name, (rows, ...).
+    unread_ids: for each row its tokens that were not read yet.
+    rng_state: state of PyTorch's default generator on a CPU, (5056,) uint8, or None.
+    """
+
+    tensors: dict[str, NDArray[Any]]
+    unread_ids: list[list[int]] = field(default_factory=list)
+    rng_state: NDArray[np.uint8] | None = None
 
 
 def write_state(contents: StateContents, path: str | Path, owner: StateOwner) -> None:
@@ -63,35 +137,33 @@ def pack_state(contents: StateContents, owner: StateOwner) -> bytes:
 
 
 def read_state(path: str | Path, owner: StateOwner) -> StateContents:
-    """Read a state file of this model.
-
-    Names, shapes, dtypes and values must be such as the model could have made them, and the checksum must be right.
+    """Read a state file of this model; see `unpack_state`.
 
     Raises:
         InputError: no such file, no state file or a damaged one, or the state of another model.
     """
     path = Path(path)
-    where = f"state file: {short_path(path)}"
+    where = f"state file: {short_path(path)} "
     if not path.is_file():
-        raise InputError(f"{where} {'is no file' if path.exists() else 'does not exist'}")
-    return _check(where, lambda expected: _read(path, expected), owner)
+        raise InputError(f"{where}{'is no file' if path.exists() else 'does not exist'}")
+    with prefixed(where, "state: "):
+        try:
+            return unpack_state(path.read_bytes(), owner)
+        except OSError as error:
+            raise InputError(f"cannot be read ({error.strerror})") from None
 
 
 def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
-    """Read the content of a state file of this model; see `read_state`.
+    """Read the content of a state file of this model.
+
+    Names, shapes, dtypes and values must be such as the model could have made them, and the checksum must be right.
 
     Raises:
         InputError: no state file or a damaged one, or the state of another model.
     """
-    return _check("state:", lambda expected: _unpack(data, expected), owner)
-
-
-_Read = Callable[[Mapping[str, StateTensor]], tuple[dict[str, str], dict[str, NDArray[Any]]]]
-
-
-def _check(where: str, read: _Read, owner: StateOwner) -> StateContents:
-    try:
-        metadata, tensors = read({about.name: about for about in owner.tensors})
+    with prefixed("state: "):
+        metadata, tensors = _unpack(data)
+        check_tensors({name: (list(x.shape), str(x.dtype)) for name, x in tensors.items()}, owner.tensors)
         if metadata.pop("sha256") != checksum(metadata, tensors):
             raise InputError("is damaged: its content does not have the checksum that it was written with")
         if metadata["model"] != owner.hash:
@@ -99,10 +171,6 @@ def _check(where: str, read: _Read, owner: StateOwner) -> StateContents:
         unread_ids = _parse(metadata["unread_ids"])
         _check_values(tensors, owner)
         _check_unread_ids(unread_ids, len(tensors["embedding.num_read_B"]), owner.vocab_size)
-    except InputError as error:
-        raise InputError(f"{where} {error}") from None
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"{where} is damaged or no safetensors file ({error})") from None
     rng_state = tensors.pop(RNG_STATE, None)
     for about in owner.tensors:
         if about.is_ring:
@@ -110,67 +178,42 @@ def _check(where: str, read: _Read, owner: StateOwner) -> StateContents:
     return StateContents(tensors, unread_ids, rng_state)
 
 
-def _read(path: Path, expected: Mapping[str, StateTensor]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of a state file, with the right names, shapes and dtypes."""
-    with safetensors.safe_open(path, framework="np") as file:
-        # Checked before any tensor is loaded, so that a file cannot ask for more memory than a state of the model.
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        header = {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in slices.items()}
-        metadata = _check_header(file.metadata(), header, expected)
-        return metadata, {name: file.get_tensor(name) for name in slices}
-
-
-def _unpack(data: bytes, expected: Mapping[str, StateTensor]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """The same from the content of a file; its tensors cannot be larger than these bytes."""
+def _unpack(data: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata and tensors of a state file; they cannot be larger than these bytes."""
     try:
-        tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (KeyError, ValueError, AttributeError) as error:  # types that numpy lacks, for one
+        metadata = dict(header.get("__metadata__") or {})
+        if (name := metadata.get("format")) != FORMAT:
+            raise InputError(f"is no state of a text (format {name!r:.40}, not {FORMAT!r})")
+        tensors = load(data)
+    except InputError:
+        raise
+    except (safetensors.SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"is damaged or no safetensors file ({error!r:.80})") from None
-    return _check_header(header.pop("__metadata__", None), header, expected), tensors
-
-
-def _check_header(
-    given: dict[str, str] | None, header: Mapping[str, Mapping[str, Any]], expected: Mapping[str, StateTensor]
-) -> dict[str, str]:
-    """The metadata, if they and the shapes and dtypes of the tensors are those of a state."""
-    metadata = given or {}
-    if (name := metadata.get("format")) != FORMAT:
-        raise InputError(f"is no state of a text (format {name!r}, not {FORMAT!r})")
     if set(metadata) != METADATA:
         raise InputError(f"is damaged: its metadata should be {', '.join(sorted(METADATA))}")
-    check_shapes({name: part["shape"] for name, part in header.items()}, expected)
-    for name, part in header.items():
-        wanted, dtype = expected[name].dtype if name in expected else "uint8", _DTYPES.get(part["dtype"], part["dtype"])
-        if dtype != wanted:
-            raise InputError(f"is no state of this model: {name} holds torch.{dtype}, but it should be torch.{wanted}")
-    return metadata
+    return metadata, tensors
 
 
-def check_shapes(shapes: Mapping[str, list[int]], expected: Mapping[str, StateTensor]) -> None:
-    """Refuse tensors of other names or shapes than a state of the model has."""
-    if wrong := sorted((set(shapes) - {RNG_STATE}) ^ set(expected)):
-        missing_or_not = "lacks" if wrong[0] in expected else "holds a tensor of another name,"
+def check_tensors(found: Mapping[str, tuple[list[int], str]], expected: Sequence[StateTensor]) -> None:
+    """Refuse tensors, (shape, dtype) by name, of other names, shapes or dtypes than a state of the model has."""
+    wanted = {about.name: about for about in expected}
+    if wrong := sorted((set(found) - {RNG_STATE}) ^ set(wanted)):
+        missing_or_not = "lacks" if wrong[0] in wanted else "holds a tensor of another name,"
         raise InputError(f"is no state of this model: it {missing_or_not} {wrong[0]}")
-    num_rows = next(shape[0] if shape else 0 for name, shape in shapes.items() if name != RNG_STATE)
+    num_rows = next(shape[0] if shape else 0 for name, (shape, _) in found.items() if name != RNG_STATE)
     if not 1 <= num_rows <= MOST_ROWS:
         raise InputError(f"holds {num_rows} rows, but a state has 1 to {MOST_ROWS}")
-    for name, shape in shapes.items():
-        if name == RNG_STATE:
-            if shape != [STATE_BYTES]:
-                raise InputError(f"is damaged: {name} has shape {shape}, which no generator of random numbers has")
-            continue
-        wanted = [num_rows, *expected[name].shape]
-        if expected[name].is_ring and len(shape) == len(wanted):
-            wanted[1] = min(wanted[1], shape[1])
-        if shape != wanted:
-            raise InputError(f"is no state of this model: {name} has shape {shape}, but it should be {wanted}")
-
-
-_DTYPES = {
-    "F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+    for name, (shape, dtype) in found.items():
+        like, kind = [STATE_BYTES], "uint8"
+        if name != RNG_STATE:
+            like, kind = [num_rows, *wanted[name].shape], wanted[name].dtype
+            if wanted[name].is_ring and len(shape) == len(like):
+                like[1] = min(like[1], shape[1])
+        if shape != like:
+            raise InputError(f"is no state of this model: {name} has shape {shape}, but it should be {like}")
+        if dtype != kind:
+            raise InputError(f"is no state of this model: {name} holds torch.{dtype}, but it should be torch.{kind}")
 
 
 def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> None:
@@ -216,7 +259,6 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
 
 def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
     """SHA-256 of a text and of named tensors with a description each; large tensors are hashed in parallel."""
-    total = hashlib.sha256(text.encode())
     names = sorted(tensors)
     contents = [tensors[name][1] for name in names]
     if sum(tensor.nbytes for tensor in contents) < LEAST_PARALLEL:
@@ -224,6 +266,7 @@ def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
     else:
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(_content_hash, contents))
+    total = hashlib.sha256(text.encode())
     for name, content in zip(names, hashes, strict=True):
         total.update(f"{name} {tensors[name][0]} {content}".encode())
     return total.hexdigest()

@@ -1,6 +1,10 @@
-"""The engine that runs a model in PyTorch: our models with our states, others with the caches of transformers."""
+"""The engine that runs a model in PyTorch: our models with our states, others with the caches of transformers.
 
-from collections.abc import Sequence
+On a GPU it decodes by CUDA graphs: the kernels of one token are started together instead of one by one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +14,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from multilin.errors import InputError
-from multilin.inference.cuda_graphs import DecodingGraphs
 from multilin.inference.snapshot import Snapshot, from_contents, state_owner, to_contents
-from multilin.inference.state_contents import StateContents, StateOwner
+from multilin.inference.state_file import StateContents, StateOwner
 from multilin.model import MultilinForCausalLM, TextState
+from multilin.model.state import open_state, tensors_of
+from multilin.ops.dispatch import warn_once
 from multilin.ops.threads import adapt
 from multilin.runs.load import longest_text
 
 PIECE = 4096  # tokens of a prompt read at once
+WARM_UPS = 3  # calls of a task before it is captured
+CALLS_BEFORE_CAPTURE = 8  # calls with a number of rows before its graph is captured, which takes as long as many calls
+MOST_GRAPHS = 64  # for another number of rows, the one that was not used for longest is dropped
+MOST_MEMORY = 1 / 16  # of the GPU, for the states of all graphs: copying larger ones takes longer than single kernels
 
 
 class TorchEngine:
@@ -93,3 +102,164 @@ class TorchEngine:
         if not isinstance(self.model, MultilinForCausalLM):
             raise InputError(f"state: a {self.kind} model keeps no state that a file could hold; leave it out")
         return from_contents(contents, self.model).state
+
+
+def captured(task: Callable[[], object], device: torch.device | None = None) -> Callable[[], object]:
+    """The kernels that the task starts as one CUDA graph; calling the result starts them again, on the same memory.
+
+    The task is called several times before it is captured, so that kernels are compiled and libraries ready.
+
+    Args:
+        task: starts kernels on one GPU.
+        device: that GPU; None is the current one.
+
+    Raises:
+        RuntimeError: the task waits for the GPU, or does something else that a graph cannot hold.
+    """
+    with torch.cuda.device(device):
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream(before.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    task()
+            before.wait_stream(stream)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                task()
+        except RuntimeError:
+            torch.cuda.set_stream(before)  # a capture that broke off leaves its own
+            raise
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay
+
+
+class DecodingGraphs:
+    """The graphs of a model, one for each number of rows that are decoded together.
+
+    A graph reads and writes a state of its own. The state of a sequence is copied into it before each token and back
+    afterwards, in a few kernels: it is small, and may then be used in any other way at any time.
+
+    model: decodes one token of each row.
+    capture: see `captured`; tests replace it where there is no GPU.
+    most_bytes: of the states of all graphs; None is `MOST_MEMORY` of the model's GPU.
+    """
+
+    def __init__(
+        self,
+        model: MultilinForCausalLM,
+        capture: Callable[[Callable[[], object], torch.device], Any] = captured,
+        most_bytes: int | None = None,
+    ) -> None:
+        self.model, self.capture = model, capture
+        if most_bytes is None:
+            most_bytes = int(torch.cuda.get_device_properties(model.device).total_memory * MOST_MEMORY)
+        self.most_bytes = most_bytes
+        self._calls: Counter[int] = Counter()
+        self._graphs: dict[int, _Graph] = {}  # the one that was used last at the end
+        self._failed = False
+
+    def read(self, state: TextState, ids_B1: Tensor) -> Tensor | None:
+        """Read one token of each row as the model does, changing the state in place.
+
+        Call it in `torch.inference_mode`.
+
+        Returns:
+            Logits (B, V), float32, overwritten by the next call for as many rows; None if the model has to be called:
+            for the first tokens, near the end of the longest text, with a large state or one that records, and where no
+            graph can be made.
+
+        Raises:
+            InputError: the state of another model, or of another number of rows.
+        """
+        num_rows = len(ids_B1)
+        open_state(state, self.model.model.layer_kinds, num_rows)
+        if self._failed or state.num_tokens is None or state.is_recording or not self._has_room(state.num_tokens):
+            return None
+        self._calls[num_rows] += 1
+        graph = self._graphs.pop(num_rows, None) or self._make(state, num_rows)
+        if graph is None:
+            return None
+        self._graphs[num_rows] = graph
+        return graph.read(state, ids_B1)
+
+    def _has_room(self, num_read_B: Tensor) -> bool:
+        """Whether every row can read as many tokens as warm-ups read."""
+        limit = self.model.config.n_positions
+        return limit is None or int(num_read_B.max()) + WARM_UPS <= limit
+
+    def _make(self, state: TextState, num_rows: int) -> "_Graph | None":
+        """The graph for so many rows once it is worth making, if there is memory and the model allows it."""
+        size = _num_bytes(state)
+        if self._calls[num_rows] <= CALLS_BEFORE_CAPTURE or size > self.most_bytes:
+            return None
+        while len(self._graphs) >= MOST_GRAPHS or size + self._num_bytes() > self.most_bytes:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._calls[oldest]
+        try:
+            return _Graph(self.model, state, num_rows, self.capture)
+        except torch.OutOfMemoryError:
+            self.most_bytes = self._num_bytes()  # those that there are stay
+            warn_once(f"no memory for a CUDA graph of {num_rows} rows; they are decoded more slowly, kernel by kernel")
+        except RuntimeError as error:
+            self._failed = True
+            self._graphs.clear()
+            reason = str(error).strip().splitlines()[0]
+            warn_once(
+                f"no CUDA graph can be made of this model ({reason}); it is decoded more slowly, kernel by kernel"
+            )
+        return None
+
+    def _num_bytes(self) -> int:
+        return sum(_num_bytes(graph.state) for graph in self._graphs.values())
+
+
+class _Graph:
+    """The graph of one token of each row, and the memory that it reads and writes."""
+
+    def __init__(
+        self, model: MultilinForCausalLM, state: TextState, num_rows: int, capture: Callable[..., Any]
+    ) -> None:
+        state.begin_reading(1, is_plain=True)  # from now on windows are rings
+        self.model, self.state = model, state.clone()
+        self.ids_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=model.device)
+        self.logits_BV = torch.empty(num_rows, model.config.vocab_size, device=model.device)
+        self.replay = capture(self._decode, model.device)
+
+    def _decode(self) -> None:
+        """Read `ids_B1`; new tensors of the state are copied to where the old ones are, for the next token to read."""
+        before = self.state.parts
+        given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
+        self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])
+        _copy(before, self.state.parts)
+        self.state.parts = before
+
+    def read(self, state: TextState, ids_B1: Tensor) -> Tensor:
+        """See `DecodingGraphs.read`."""
+        given, own = state.begin_reading(1, is_plain=True), self.state.parts
+        _copy(own, given)
+        self.ids_B1.copy_(ids_B1)
+        self.replay()
+        _copy(given, own)
+        state.num_columns += 1
+        return self.logits_BV
+
+
+def _num_bytes(state: TextState) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(state.parts))
+
+
+def _copy(targets: list[Any], sources: list[Any]) -> None:
+    """Copy every tensor of the values of a state into the same place of others, those of a dtype together."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(tensors_of(targets), tensors_of(sources), strict=True):
+        if target.data_ptr() != source.data_ptr():
+            pair = by_dtype.setdefault(target.dtype, ([], []))
+            pair[0].append(target)
+            pair[1].append(source)
+    for pair in by_dtype.values():
+        torch._foreach_copy_(*pair)

@@ -1,10 +1,8 @@
 """What architectures are made of. A layer is a causal map `y, state = layer(x, state, layout)`; see `layers.base`."""
 
 from multilin.layers.base import Layer, Layout, ParameterHolder, head_width
-from multilin.layers.blocks import GeluFeedForward, ResidualBlock
+from multilin.layers.blocks import GeluFeedForward, ResidualBlock, TileNorm, rotary_angles, rotate, standardize
 from multilin.layers.linear import Linear, multiply_pairs, multiply_scaled
-from multilin.layers.norms import TileNorm, standardize
-from multilin.layers.positions import rotary_angles, rotate
 from multilin.layers.reading import Reader, Reading
 from multilin.layers.short_convolution import ShortConvolution
 

@@ -1,13 +1,18 @@
-"""Parts of residual layers: a block of two modules, and a feed-forward, which mixes channels at one position."""
+"""Parts of residual layers: the block of two modules, its feed-forward, norms without parameters, rotary positions."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from multilin.layers.base import Layer, Layout
 from multilin.layers.linear import Linear
+from multilin.ops.dispatch import result_dtype
+from multilin.ops.rotary import rotary
+from multilin.ops.tile_norm import tile_norm
+
+PAIR_BLOCK = 64  # pairs are (i, i + 32) inside blocks of 64, as TScale has them; narrower heads are one block
 
 
 class ResidualBlock(Layer):
@@ -51,3 +56,64 @@ class GeluFeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
         return self.dropout(self.contract(torch.nn.functional.gelu(self.expand(x_BTD))))
+
+
+class TileNorm(nn.Module):
+    """x divided by its root mean square over each tile of the last axis; a zero tile and its gradient stay 0.
+
+    Args:
+        tile: width of a tile; None is the whole vector.
+        keeps_dtype: the result has the dtype of x also under autocast, for a gradient that half precision could not
+            hold; otherwise it has the dtype of autocast, which matrix products read.
+    """
+
+    def __init__(self, tile: int | None = None, *, keeps_dtype: bool = False) -> None:
+        super().__init__()
+        self.tile, self.keeps_dtype = tile, keeps_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as x."""
+        return tile_norm(x, tile=self.tile, dtype=x.dtype if self.keeps_dtype else result_dtype(x))
+
+
+def standardize(x: Tensor, eps: float) -> Tensor:
+    """Mean 0 and standard deviation 1 over the last axis, with the divisor n - 1; eps is added to the deviation.
+
+    In float32 or better; the result has the dtype of x.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    return (centred / (centred.std(dim=-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of the angle of each pair of numbers at each position, (B, T, D / 2) each."""
+
+    cos_BTP: Tensor
+    sin_BTP: Tensor
+
+
+def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> Angles:
+    """Cosine and sine of position * base^(-2 n / D) for pair number n.
+
+    Args:
+        positions_BT: (B, T) positions in the text.
+        width: D, the width of a head.
+        base: base of the frequencies.
+        dtype: of the vectors to rotate; the result is in float32 or better.
+    """
+    # In float64: an angle of a late position loses its fraction in float32.
+    pair_P = torch.arange(width // 2, device=positions_BT.device, dtype=torch.float64)
+    angle_BTP = positions_BT[..., None].double() * base ** (-2 * pair_P / width)
+    wide = torch.promote_types(dtype, torch.float32)
+    return Angles(angle_BTP.cos().to(wide), angle_BTP.sin().to(wide))
+
+
+def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
+    """Rotate the pairs of each head by the angles, so that products of two positions depend on their distance only.
+
+    Args:
+        x_BTHD: (B, T, H, D) with D even, and a multiple of 64 above 64.
+        angles: those of `rotary_angles` for these positions and this width.
+    """
+    return rotary(x_BTHD, *angles, block=min(PAIR_BLOCK, x_BTHD.shape[-1]))

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from multilin.model.output_bias import FixedBias, FixedBiasLinear
+from multilin.model.head import FixedBias, FixedBiasLinear
 
 
 class BiasedGPT2Config(GPT2Config):

@@ -15,15 +15,12 @@ from transformers.utils.generic import can_return_tuple
 from multilin.architectures.base import LayerOptions, get_architecture
 from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
+from multilin.layers.blocks import TileNorm
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
-from multilin.layers.norms import TileNorm
-from multilin.model.config import MultilinConfig
-from multilin.model.documents import Packing, read_packing
+from multilin.model.config import MultilinConfig, write_auto_file
 from multilin.model.embedding import TokenEmbedding, check_tokens
-from multilin.model.padding import ColumnOrder, check_mask, pads_after_tokens
-from multilin.model.remote import write_auto_file
-from multilin.model.state import TextState, open_state
-from multilin.model.state_tree import map_tensors, put_rows
+from multilin.model.row_layout import ColumnOrder, Packing, check_mask, pads_after_tokens, read_packing
+from multilin.model.state import TextState, map_tensors, open_state, put_rows
 from multilin.settings import load_settings
 
 DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ParameterHolder)

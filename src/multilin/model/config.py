@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import MaxLen
@@ -12,7 +13,6 @@ from transformers import PretrainedConfig
 from multilin.architectures.base import LayerOptions, Sizes, get_architecture
 from multilin.errors import InputError, nearest, prefixed, shorten, shown
 from multilin.layers.linear import Arithmetic
-from multilin.model.remote import AUTO_MAP
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
     Factor,
@@ -25,6 +25,25 @@ from multilin.settings.bounds import (
     Vocabulary,
     Width,
 )
+
+AUTO_FILE = "modeling_multilin.py"
+"""A file in the folder of a saved model, which imports multilin and is run with `trust_remote_code=True`.
+
+transformers knows a model type of another package after this package is imported. Otherwise it looks for the file that
+`auto_map` in `config.json` names, and says what to install if multilin is missing.
+"""
+
+AUTO_MAP = {
+    "AutoConfig": "modeling_multilin.MultilinConfig",
+    "AutoModel": "modeling_multilin.MultilinModel",
+    "AutoModelForCausalLM": "modeling_multilin.MultilinForCausalLM",
+}
+"""Auto classes of transformers to ours, as `config.json` has them."""
+
+_AUTO_TEXT = '''"""A model that needs the package multilin: `pip install multilin`, and `import multilin` to load it."""
+
+from multilin import MultilinConfig, MultilinForCausalLM, MultilinModel
+'''
 
 
 @settings
@@ -237,3 +256,9 @@ def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mappin
     if options:
         raise InputError(f"options.{next(iter(options))}: given, but where layers are listed each has its own options")
     return len(layers)
+
+
+def write_auto_file(folder: Path) -> None:
+    """Write the file that `AUTO_MAP` names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / AUTO_FILE).write_text(_AUTO_TEXT, encoding="utf-8")

@@ -1,7 +1,8 @@
 """Models by name and size: every architecture of ours, and the transformers to compare with."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
@@ -144,3 +145,15 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """The layers of any model, also of transformers."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == model.config.num_hidden_layers)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each module into the mode it was in when the block ends, also by error."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training

@@ -12,8 +12,7 @@ from multilin.layers.linear import Arithmetic, set_arithmetic
 from multilin.model.body import MultilinModel, MultilinPreTrainedModel
 from multilin.model.config import MultilinConfig
 from multilin.model.generation import StatefulGenerationMixin
-from multilin.model.loss import check_targets, sequence_loss, token_losses
-from multilin.model.output_bias import FixedBias, FixedBiasLinear
+from multilin.model.head import FixedBias, FixedBiasLinear, check_targets, sequence_loss, token_losses
 from multilin.model.state import TextState
 from multilin.settings import load_settings
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from multilin.errors import InputError
 from multilin.ops.linear_cross_entropy import rows_of_chunk
@@ -21,7 +21,6 @@ from multilin.ops.linear_cross_entropy import rows_of_chunk
 FLOAT_BYTES, ID_BYTES = 4, 8
 _KEPT_PER_OUTPUT = 2  # numbers kept for the backward pass, for every number that a matrix gives
 _READ_AT_ONCE = 4  # vectors of the hidden size held for each token that is read, without gradients
-_BEAM_BYTES = 24  # of a token in each beam: transformers keeps two tables of ids and two of beams, of full length
 
 
 def check_memory(subject: str, needed: float, device: torch.device | str = "cpu") -> None:
@@ -109,31 +108,9 @@ def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens:
     Raises:
         InputError: the memory does not suffice; the message begins with `field`, the setting with its value.
     """
-    needed = num_rows * num_tokens * (_hidden_bytes(model) + (_logit_bytes(model) if all_logits else 0))
+    token_bytes = _READ_AT_ONCE * model.config.hidden_size * FLOAT_BYTES + (_logit_bytes(model) if all_logits else 0)
+    needed = num_rows * num_tokens * token_bytes
     check_memory(f"{field} given, but reading {num_rows} x {num_tokens} tokens at once", needed, model.device)
-
-
-def check_beams(
-    model: PreTrainedModel, num_beams: int, *, num_prompt_tokens: int, num_tokens: int, state_bytes: int
-) -> None:
-    """Refuse a search among beams of up to `num_tokens` tokens, the prompt included, each with `state_bytes` of state.
-
-    Raises:
-        InputError: the memory does not suffice.
-    """
-    needed = num_beams * (num_prompt_tokens * _hidden_bytes(model) + num_tokens * _BEAM_BYTES + state_bytes)
-    subject = f"num_beams: {num_beams} given, but a search among {num_beams} texts of {num_tokens} tokens"
-    check_memory(subject, needed, model.device)
-
-
-def _hidden_bytes(model: PreTrainedModel) -> int:
-    """Bytes held for each token while it is read."""
-    return _READ_AT_ONCE * model.config.hidden_size * FLOAT_BYTES
-
-
-def cache_bytes(config: PretrainedConfig, num_tokens: int) -> int:
-    """Bytes of the keys and values that a Transformer keeps of a text."""
-    return 2 * config.num_hidden_layers * config.hidden_size * FLOAT_BYTES * num_tokens
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:

@@ -1,49 +1,22 @@
-"""The state of a text: a model's memory of all tokens that it has read, of constant size."""
+"""The state of a text: a model's memory of all tokens that it has read, of constant size.
+
+`TextState` is what a user holds. Each part of the model, the embedding and then every layer, has a value in it: a
+(nested) NamedTuple of tensors. While a text is read token by token, the windows in these values lie in rings (see
+`multilin.ops.ring`), which are written in place; the functions below `open_state` lay them out and grow them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from multilin.errors import InputError
-from multilin.model.rings import from_ring, grow, join_rings, map_windows, to_ring, write
-from multilin.model.state_tree import map_tensors, named_tensors
-from multilin.ops.ring import Ring
+from multilin.ops.ring import Ring, slots_of
 
 LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
-
-
-class LayerState(CacheLayerMixin):
-    """One layer's state inside transformers' Cache: None before the first token, then a NamedTuple of tensors."""
-
-    is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: Any = None
-
-    def get_seq_length(self) -> int:
-        """0: the TextState counts the tokens."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """-1: no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name in older versions of transformers
-
-    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """The mask covers the new tokens only."""
-        return query_length, 0
-
-    def lazy_initialization(self, *_: Any) -> None:
-        """Do nothing: the model's layer makes the state."""
-
-    def update(self, *_: Any, **__: Any) -> Any:
-        """Refuse keys and values, which a state does not have."""
-        raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
+FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
 
 
 class TextState(Cache):
@@ -52,44 +25,38 @@ class TextState(Cache):
     A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
     `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.
 
-    embedding: the state of the embedding, which counts and hashes the tokens of each row.
-    layers: the states of the layers.
+    parts: the values of the embedding, which counts and hashes the tokens of each row, and of every layer, as they lie
+        in memory; None before the first token. `values` has their windows in the order of the tokens.
     kinds: what each layer is, see `MultilinConfig.layer_kinds`.
     num_columns: number of columns of `input_ids` that were read, padding included; transformers' length of a cache.
     """
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
-        super().__init__(layers=[LayerState() for _ in kinds])
+        super().__init__(layers=[])
         self.kinds = kinds
-        self.embedding = LayerState()
+        self.parts: list[Any] = [None] * (len(kinds) + 1)
         self.num_columns = 0
         # The number of columns and the values before each recorded call, oldest first; None if not recording.
         self._earlier: list[tuple[int, list[Any]]] | None = None
 
-    @property
-    def parts(self) -> list[LayerState]:
-        """The state of the embedding, then those of the layers."""
-        return [self.embedding, *self.layers]
+    def __len__(self) -> int:
+        """Number of layers, as transformers counts."""
+        return len(self.kinds)
 
     @property
     def part_names(self) -> list[str]:
         """The names of the parts in files."""
-        return ["embedding", *(f"layers.{index}" for index in range(len(self.layers)))]
+        return ["embedding", *(f"layers.{index}" for index in range(len(self.kinds)))]
 
     @property
     def values(self) -> list[Any]:
-        """The NamedTuples of all parts, windows in the order of their tokens; None before the first token."""
-        return [map_windows(from_ring, part.value) for part in self.parts]
-
-    @values.setter
-    def values(self, values: list[Any]) -> None:
-        for part, value in zip(self.parts, values, strict=True):
-            part.value = value
+        """The values of all parts, windows in the order of their tokens."""
+        return [map_windows(from_ring, part) for part in self.parts]
 
     @property
     def num_tokens(self) -> Tensor | None:
         """Tokens read by each row, (B,) int64; None before the first."""
-        return None if self.embedding.value is None else self.embedding.value.num_read_B
+        return None if self.parts[0] is None else self.parts[0].num_read_B
 
     @property
     def batch_size(self) -> int | None:
@@ -109,7 +76,7 @@ class TextState(Cache):
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all tensors by those of the same names, see `named_tensors`."""
         in_order = (tensors[name] for name, _ in self.named_tensors())
-        self.values = [map_tensors(lambda _: next(in_order), value) for value in self.values]
+        self.parts = [map_tensors(lambda _: next(in_order), value) for value in self.values]
 
     def clone(self) -> "TextState":
         """An independent copy: a snapshot to come back to."""
@@ -143,13 +110,10 @@ class TextState(Cache):
         """Append the rows of another state, which must not be used afterwards."""
         if self.num_tokens is None or other.num_tokens is None:
             if self.num_tokens is None:
-                self.num_columns, self.values = other.num_columns, [part.value for part in other.parts]
+                self.num_columns, self.parts = other.num_columns, other.parts
             return
-        for state in (self, other):
-            for part in state.parts:
-                part.value = map_windows(lambda window, state=state: state._as_ring(window, 1), part.value)
-        for part, added in zip(self.parts, other.parts, strict=True):
-            part.value = join_rings(part.value, added.value)
+        pairs = zip(self._with_rings(1), other._with_rings(1), strict=True)
+        self.parts = [join_rings(*pair) for pair in pairs]
         self.num_columns = max(self.num_columns, other.num_columns)
 
     @torch.inference_mode()
@@ -160,7 +124,7 @@ class TextState(Cache):
             self.reset()
         else:
             rows = [last if index == row else index for index in range(last)]
-            self.batch_select_indices(torch.tensor(rows, device=self.embedding.value.num_read_B.device))
+            self.batch_select_indices(torch.tensor(rows, device=left.parts[0].num_read_B.device))
         return left
 
     def to(self, device: torch.device | str) -> "TextState":
@@ -171,23 +135,20 @@ class TextState(Cache):
         """A new state with the function applied to every tensor."""
         copy = TextState(self.kinds)
         copy.num_columns = self.num_columns
-        copy.values = self._mapped(function)
+        copy.parts = [map_tensors(function, part) for part in self.parts]
         return copy
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> list[Any]:
-        return [map_tensors(function, part.value) for part in self.parts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i]."""
-        self.values = self._mapped(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.parts = self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device))).parts
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        self.values = self._mapped(lambda tensor: tensor[indices])
+        self.parts = self.map(lambda tensor: tensor[indices]).parts
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row this many times."""
-        self.values = self._mapped(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self.parts = self.map(lambda tensor: tensor.repeat_interleave(repeats, dim=0)).parts
 
     def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
         """The values of all parts before a call of the model; `advance` takes the values after it.
@@ -199,11 +160,14 @@ class TextState(Cache):
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not is_plain or not is_short or is_traced or self._earlier is not None:
-            self.values = [map_tensors(_unlocked, value) for value in self.values]
+            self.parts = [map_tensors(_unlocked, value) for value in self.values]
         else:
-            for part in self.parts:
-                part.value = map_windows(lambda window: self._as_ring(window, num_new), part.value)
-        return [part.value for part in self.parts]
+            self.parts = self._with_rings(num_new)
+        return self.parts
+
+    def _with_rings(self, num_new: int) -> list[Any]:
+        """The values of all parts, windows as rings with room for `num_new` tokens."""
+        return [map_windows(lambda window: self._as_ring(window, num_new), part) for part in self.parts]
 
     def _as_ring(self, window: Any, num_new: int) -> Any:
         ring = (
@@ -223,8 +187,8 @@ class TextState(Cache):
         if self._earlier is not None:
             self._earlier.append((self.num_columns, self.values))
         num_read_B = values[0].num_read_B
-        for part, value in zip(self.parts, values, strict=True):
-            part.value = map_windows(lambda old, new: write(old, new, num_read_B), part.value, value)
+        pairs = zip(self.parts, values, strict=True)
+        self.parts = [map_windows(lambda old, new: write(old, new, num_read_B), *pair) for pair in pairs]
         self.num_columns += num_columns
 
     def activate_past_recording(self) -> None:
@@ -258,7 +222,7 @@ class TextState(Cache):
         while self._earlier:
             num_columns, values = self._earlier.pop()
             if num_columns <= kept:
-                self.num_columns, self.values = num_columns, values
+                self.num_columns, self.parts = num_columns, values
                 self._earlier.clear()
                 return
         raise InputError("state: tokens cannot be taken back; clone the state first and continue from the clone")
@@ -267,9 +231,20 @@ class TextState(Cache):
         """Number of columns read, padding included (`num_columns`); see `num_tokens` for the tokens of each row."""
         return self.num_columns
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name in older versions of transformers
+    is_croppable = False  # `crop` goes back to recorded calls alone
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Refuse keys and values, which a state does not have."""
+        raise InputError("state: a multilin state holds no keys and values; models of other kinds cannot use it")
+
     def reset(self) -> None:
         """Go back to the start of a text."""
-        self.num_columns, self.values = 0, [None] * len(self.parts)
+        self.num_columns, self.parts = 0, [None] * len(self.parts)
         self._earlier = None if self._earlier is None else []
 
 
@@ -306,3 +281,170 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
             "fork or select its rows first"
         )
     return given
+
+
+def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> Any:
+    """Apply a function to every tensor of a (nested) NamedTuple, and to its place in others of the same form."""
+    if isinstance(state, Tensor):
+        return function(state, *others)
+    if state is None or isinstance(state, int):
+        return state
+    return type(state)(*(map_tensors(function, *parts) for parts in zip(state, *others, strict=True)))
+
+
+def tensors_of(states: Any) -> Iterator[Tensor]:
+    """Every tensor of (nested) NamedTuples and lists of them, in order."""
+    if isinstance(states, Tensor):
+        yield states
+    elif isinstance(states, tuple | list):
+        for part in states:
+            yield from tensors_of(part)
+
+
+def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a (nested) NamedTuple with its dotted name."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif state is not None:
+        for field, part in zip(state._fields, state, strict=True):
+            yield from named_tensors(part, f"{name}.{field}")
+
+
+def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
+    """The states with `rows` replaced by the rows of `parts`, in order."""
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy(0, rows, new.to(old.dtype))
+
+    return [map_tensors(put, *pair) for pair in zip(states, parts, strict=True)]
+
+
+def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Apply a function to every window of a (nested) state and to the values at the same place in the others."""
+    if isinstance(state, Ring) or slots_of(state) is not None:
+        return function(state, *others)
+    if state is None or isinstance(state, Tensor):
+        return others[0] if others else state
+    return type(state)(*(map_windows(function, *parts) for parts in zip(state, *others, strict=True)))
+
+
+def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
+    """A copy of a window as a ring with room for `num_new` tokens."""
+    slots = state.slots
+    num_kept = getattr(state, slots.fields[0]).shape[1]
+    num_slots = _enough_slots(num_read_B, num_new, num_kept)
+    slot_S = torch.arange(num_slots, device=num_read_B.device)
+    if slots.are_positions:
+        index_BS = slot_S.expand(len(num_read_B), -1)
+    else:
+        index_BS = num_kept - 1 - (num_read_B[:, None] - 1 - slot_S) % num_slots
+    return Ring(_map_slots(lambda _, tensor: _lay_out(_take(tensor, index_BS), state), state), num_read_B, num_kept)
+
+
+def from_ring(ring: Any) -> Any:
+    """A copy of a ring as a window with its tokens in their order."""
+    if not isinstance(ring, Ring):
+        return ring
+    tokens, num_read_B, num_kept = ring
+    index_N = torch.arange(num_kept, device=num_read_B.device)
+    number_BN = index_N.expand(len(num_read_B), -1)
+    if not tokens.slots.are_positions:
+        number_BN = number_BN + num_read_B[:, None] - num_kept
+    is_empty_BN = (number_BN < 0) | (number_BN >= num_read_B[:, None])
+
+    def in_order(name: str, tensor: Tensor) -> Tensor:
+        taken = _take(tensor, number_BN % ring.num_slots)
+        mask = is_empty_BN.view(*is_empty_BN.shape, *(1 for _ in tensor.shape[2:]))
+        return taken.masked_fill(mask, _nothing(name))
+
+    return _map_slots(in_order, tokens)
+
+
+def grow(ring: Any, num_new: int) -> Any:
+    """The ring with room for `num_new` tokens, up to the number that it keeps; itself if there is room."""
+    if not isinstance(ring, Ring) or ring.num_slots == ring.num_kept:
+        return ring
+    return _with_slots(ring, _enough_slots(ring.num_read_B, num_new, ring.num_kept))
+
+
+def _with_slots(ring: Ring, num_slots: int) -> Ring:
+    """The ring with at least `num_slots` slots."""
+    more = num_slots - ring.num_slots
+    if more <= 0:
+        return ring
+
+    def fill_up(name: str, tensor: Tensor) -> Tensor:
+        empty = tensor.new_full((len(tensor), more, *tensor.shape[2:]), _nothing(name))
+        return _lay_out(torch.cat([tensor, empty], dim=1), ring.tokens)
+
+    return ring._replace(tokens=_map_slots(fill_up, ring.tokens))
+
+
+def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
+    """Write new tokens (B, T, ...), in a state of the same type, into their slots; a value of another kind is replaced.
+
+    The ring is written in place; num_read_B counts the tokens read, including the new tokens.
+    """
+    if not isinstance(ring, Ring):
+        return new
+    slots, num_slots = {name: getattr(new, name) for name in new.slots.fields}, ring.num_slots
+    num_all = next(iter(slots.values())).shape[1]
+    num_new = min(num_all, num_slots)  # earlier ones have no place any more
+    first_B = (ring.num_read_B + (num_all - num_new)) % num_slots
+    first = first_B.tolist() if first_B.device.type == "cpu" else [0, 1]
+    if min(first) == max(first) <= num_slots - num_new:
+        for name, tensor in slots.items():
+            getattr(ring.tokens, name)[:, first[0] : first[0] + num_new] = tensor[:, -num_new:]
+    else:
+        slots_BT = (first_B[:, None] + torch.arange(num_new, device=first_B.device)) % num_slots
+        rows_B1 = torch.arange(len(first_B), device=first_B.device)[:, None]
+        for name, tensor in slots.items():
+            target = getattr(ring.tokens, name)
+            target[rows_B1, slots_BT] = tensor[:, -num_new:].to(target.dtype)
+    others = {name: getattr(new, name) for name in new._fields if name not in slots}
+    return Ring(ring.tokens._replace(**others), num_read_B, ring.num_kept)
+
+
+def join_rings(state: Any, other: Any) -> Any:
+    """Two (nested) states whose windows are rings as one state with the rows of both."""
+    if isinstance(state, Tensor):
+        return torch.cat([state, other])
+    if state is None or isinstance(state, int):
+        return state
+    if isinstance(state, Ring):
+        num_slots = max(state.num_slots, other.num_slots)
+        state, other = (_with_slots(ring, num_slots) for ring in (state, other))
+        names = state.tokens.slots.fields
+        both = join_rings(state.tokens, other.tokens)
+        laid_out = {name: _lay_out(getattr(both, name), both) for name in names}
+        return Ring(both._replace(**laid_out), torch.cat([state.num_read_B, other.num_read_B]), state.num_kept)
+    return type(state)(*(join_rings(*parts) for parts in zip(state, other, strict=True)))
+
+
+def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
+    """The smallest of 256, 512, ... slots that hold all tokens; `num_kept` on a GPU, where looking would wait."""
+    if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
+        return num_kept
+    needed = int(num_read_B.max()) + num_new
+    return min(max(1 << (needed - 1).bit_length(), FEWEST_SLOTS), num_kept)
+
+
+def _map_slots(function: Callable[[str, Tensor], Tensor], state: Any) -> Any:
+    return state._replace(**{name: function(name, getattr(state, name)) for name in state.slots.fields})
+
+
+def _nothing(name: str) -> float:
+    """The value of an empty slot in a field of this name."""
+    return -torch.inf if name.startswith("logits") else 0.0
+
+
+def _take(tensor: Tensor, index_BS: Tensor) -> Tensor:
+    """tensor[b, index[b, s]]."""
+    return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index_BS]
+
+
+def _lay_out(tensor: Tensor, state: Any) -> Tensor:
+    """The tensor (B, S, H, ...); if the op multiplies with it, the slots of each head lie side by side in memory."""
+    if tensor.ndim < 4 or not state.slots.are_multiplied:
+        return tensor
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import multilin
 from multilin.architectures import architectures
-from multilin.model.remote import AUTO_FILE, AUTO_MAP
+from multilin.model.config import AUTO_FILE, AUTO_MAP
 
 _PACKAGE = "multilin"
 _ROOT = Path(multilin.__file__).parent

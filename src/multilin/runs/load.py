@@ -1,7 +1,6 @@
 """Trained models on disk: a run folder, one of its checkpoints, or any folder in Hugging Face's layout."""
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from multilin.architectures.base import Sizes
 from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, trained_end
 from multilin.errors import InputError, as_input_error, plural, prefixed
 from multilin.files import atomic_folder
-from multilin.model.config import TokenIds
 from multilin.model.factory import BaselineOptions
 from multilin.model.memory import check_memory, parameter_bytes
 from multilin.runs.adapters import merge_adapters
@@ -29,17 +27,8 @@ from multilin.runs.files import (
     is_adapter,
     recipe_sections,
 )
-from multilin.settings import load_settings, settings
-from multilin.settings.inputs import check_model_files, read_json
-
-
-@settings
-class _GenerationFields(TokenIds):
-    """The fields of generation_config.json that are checked."""
-
-    output_attentions: bool | None = None
-    output_hidden_states: bool | None = None
-    use_cache: bool | None = None
+from multilin.settings import load_settings
+from multilin.settings.inputs import check_model_files
 
 
 @dataclass(frozen=True)
@@ -157,14 +146,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
     check_memory("this model", parameter_bytes(sketch))
 
 
-def _check_generation(path: Path) -> None:
-    values = read_json(path, "run") if path.exists() else {}
-    names = values.keys() & {field.name for field in dataclasses.fields(_GenerationFields)}
-    load_settings(_GenerationFields, {name: values[name] for name in names}, f"run: {path}")
-
-
 def _check_weights(folder: Path) -> None:
-    _check_generation(folder / "generation_config.json")
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):

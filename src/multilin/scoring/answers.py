@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
 from multilin.data.packed_text import IGNORED_LABEL
-from multilin.model.modes import evaluation_mode
+from multilin.model.factory import evaluation_mode
 from multilin.ops.threads import adapt
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from multilin.data.packed_text import IGNORED_LABEL, Blocks, PackedText
 from multilin.errors import InputError
-from multilin.model.modes import evaluation_mode
+from multilin.model.factory import evaluation_mode
 from multilin.ops.threads import adapt
 
 

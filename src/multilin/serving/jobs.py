@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from multilin.inference.random_numbers import RandomNumbers
+from multilin.inference.sampling import RandomNumbers
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.state_contents import StateContents
+from multilin.inference.state_file import StateContents
 from multilin.inference.text import TextStream
 
 IMPOSSIBLE = -9999.0  # in place of the logarithm of 0, as OpenAI writes it, since JSON has no infinity

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from multilin.errors import InputError
 from multilin.inference.engine import Engine
-from multilin.inference.random_numbers import RandomNumbers
-from multilin.inference.sampling import choose_tokens
+from multilin.inference.sampling import RandomNumbers, choose_tokens
 from multilin.inference.text import TextCodec, TextStream
 from multilin.serving.errors import shutting_down, too_busy
 from multilin.serving.jobs import Counts, End, Event, Job, Kept, Piece, Row, make_logprob

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
-from multilin.model.loss import sequence_loss
+from multilin.model.head import sequence_loss
 from multilin.ops.linear_cross_entropy.portable import IGNORED
 from multilin.ops.threads import adapt
 from multilin.training.communication import compress_gradients

@@ -21,8 +21,8 @@ from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash, trained_end
 from multilin.errors import InputError, prefixed
 from multilin.model import MultilinForCausalLM
+from multilin.model.factory import evaluation_mode
 from multilin.model.memory import check_reading
-from multilin.model.modes import evaluation_mode
 from multilin.runs.files import RECIPE_FILE
 from multilin.runs.load import Run
 from multilin.scoring.losses import Scored, chosen_blocks, read_blocks

@@ -20,7 +20,8 @@ from multilin.inference.text import TextCodec
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
 from multilin.serving.layout import PlainLayout, TemplateLayout, open_layout
-from multilin.serving.turns import NOBODY, Turn
+from multilin.serving.sessions import NOBODY
+from multilin.serving.turns import Turn
 from tests.serving.conftest import Start
 from tests.serving.engines import Script
 

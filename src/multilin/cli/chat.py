@@ -60,7 +60,7 @@ def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
 
 def _talk(talk: "_Talk", *, is_kept: bool) -> None:
     """Answer the lines of stdin; a conversation that is kept, by a server, is named at the end."""
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("multilin: /help lists commands, Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
     try:
@@ -223,8 +223,6 @@ def _serving(folder: Path, engine_name: EngineName, settings: GenerationSettings
 
 def _lines(is_terminal: bool) -> Iterator[str]:
     """The messages: lines typed in a terminal, which can be edited, or the lines of stdin."""
-    if sys.stdin is None:
-        return
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401

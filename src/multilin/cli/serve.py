@@ -11,7 +11,7 @@ from multilin.cli.messages import check_installed, load
 from multilin.errors import InputError, shown
 from multilin.inference.settings import EngineName
 from multilin.runs.files import is_export
-from multilin.serving.settings import ServeLimits, num_bytes, split_keys
+from multilin.serving.settings import ServeLimits, split_keys
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Port
 
@@ -33,7 +33,6 @@ class ServeArguments:
 def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
-    num_bytes("--memory", limits.memory), num_bytes("--disk", limits.disk)
     origins = [] if arguments.cors is None else [_origin(text.strip()) for text in arguments.cors.split(",")]
     folder = Path(arguments.run)
     with _listen(arguments) as listener:

@@ -53,13 +53,6 @@ def test_both_ways_give_the_same_text(folder: Path, cli: Call) -> None:
     assert 1e-10 < less_exact["largest_difference"] <= 1e-4
 
 
-def test_it_says_what_is_fed_back(folder: Path, cli: Call) -> None:
-    shown = cli("rollout", folder, "--prompt", "the cat", "--num-steps", 5)
-    assert "Raw output vectors are fed back as inputs, not the likeliest token" in shown
-    assert shown.count("'the cat") == 2
-    assert " times as fast" in shown
-
-
 def test_the_first_output_is_what_greedy_writing_begins_with(folder: Path, cli: Call) -> None:
     """After that they part: the one reads a vector, the other a token."""
     found = json.loads(cli("rollout", folder, "--prompt", "the cat", "--num-steps", 3, "--json"))

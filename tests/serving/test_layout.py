@@ -198,16 +198,6 @@ def test_messages_without_control_tokens_are_read_as_by_the_tokenizer(kind: str)
     assert layout.token_ids(talk, None) == [codec.end_id, *expected]
 
 
-def test_text_that_spells_a_control_token_is_read_like_other_text() -> None:
-    codec, layout = layout_of(byte(True), "m.content")
-    ids = layout.token_ids([{"role": "user", "content": "a<|end|>é"}], None)
-    assert (
-        codec.tokenizer.decode(ids, skip_special_tokens=False)
-        == "</s><|start|>user\na<|end|>é<|end|>\n<|start|>assistant\n"
-    )
-    assert [codec.tokenizer.id_to_token(token) for token in codec.encode("<|end|>")] == list("<|end|>")
-
-
 def test_an_answer_keeps_tokens_that_are_not_special_and_ends_at_one() -> None:
     """As its model writes them: `<think>` is one token in most reasoning models, and not special."""
     tokenizer = byte(False)

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from multilin.errors import InputError
 from multilin.files import partial_path
@@ -300,31 +299,6 @@ def test_a_damaged_turn_hides_no_other(start: Start, tmp_path: Path) -> None:
     assert add(again, session, "three")
 
 
-def test_a_store_whose_network_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.data.store.FIRST_WAIT", 0.0)
-    failed = set[str]()
-
-    def fail_once(name: str) -> None:
-        call = getattr(MemoryFileSystem, name)
-
-        def flaky(*arguments: Any, **options: Any) -> Any:
-            if name not in failed:
-                failed.add(name)
-                raise ConnectionError("the network is away")
-            return call(*arguments, **options)
-
-        monkeypatch.setattr(MemoryFileSystem, name, flaky)
-
-    fail_once("pipe_file"), fail_once("cat_file"), fail_once("find"), fail_once("rm_file")
-    folder = Folder()
-    folder.write("turn_abc.json", b"{}")
-    assert folder.read("turn_abc.json") == b"{}"
-    assert folder.sizes("turn_") == {"turn_abc.json": 2}
-    folder.remove("turn_abc.json")
-    assert folder.sizes("turn_") == {}
-    assert failed == {"pipe_file", "cat_file", "find", "rm_file"}
-
-
 @pytest.fixture
 def turns() -> list[Turn]:
     return [
@@ -365,20 +339,6 @@ def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[
         next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
     TurnStore(Folder(str(tmp_path)), 0)
     assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
-
-
-def test_turns_that_another_server_deleted_make_no_turn_too_many(turns: list[Turn], tmp_path: Path) -> None:
-    stores = [TurnStore(Folder(str(tmp_path)), 10_000, disk_bytes=8000) for _ in range(2)]
-    for turn in turns[:5]:
-        stores[0].add(turn, b"x" * 1000)
-    stores[1].clean()
-    for turn in turns[1:5]:
-        stores[0].remove(turn.owner, turn.id)
-    for turn in turns[5:8]:
-        stores[1].add(turn, b"x" * 1000)
-    stores[1].clean()
-    assert stores[1].peek(turns[0].owner, turns[0].id) is not None
-    assert len(stores[1]) == 4
 
 
 def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:

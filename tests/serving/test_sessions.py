@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ import httpx
 import pytest
 
 from multilin.errors import InputError
-from multilin.files import partial_path
 from multilin.inference.text import TextCodec
 from multilin.serving import sessions
 from multilin.serving.generation import Generation
@@ -206,23 +204,6 @@ def test_a_session_that_a_request_has_just_continued_is_not_changed_as_it_was_be
     server.call(method, f"/v1/sessions/{session}{path}", body)
 
 
-@CHANGES
-def test_a_session_is_not_continued_while_it_is_changed(
-    server: Server, session: str, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
-) -> None:
-    step = "save" if path else "remove"
-    change = getattr(server.service.sessions, step)
-
-    def change_late(changed: sessions.Session) -> None:
-        monkeypatch.undo()
-        server.call("POST", "/v1/completions", {"prompt": "two", "session": session, **GREEDY}, 409)
-        assert not server.post(f"/v1/sessions/{session}/stop")["stopped"]
-        change(changed)
-
-    monkeypatch.setattr(server.service.sessions, step, change_late)
-    server.call(method, f"/v1/sessions/{session}{path}", body)
-
-
 @pytest.mark.parametrize("is_fork", [True, False])
 def test_a_session_keeps_the_turns_of_another_one_that_is_deleted_meanwhile(
     server: Server, session: str, is_fork: bool, monkeypatch: pytest.MonkeyPatch
@@ -329,27 +310,6 @@ def test_a_thousand_turns_on_disk(turns: list[Turn], tmp_path: Path) -> None:
     store = TurnStore(Folder(str(tmp_path)), 0)
     assert store.longest(turns[0].owner, [1, 2, 0, 4]) is None
     assert store.longest(turns[1].owner, [1, 2, 1, 4]) is not None
-
-
-def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
-    store = TurnStore(Folder(str(tmp_path)), 10_000)
-    for turn in (turns[0], dataclasses.replace(turns[1], created=time.time()), turns[2]):
-        store.add(turn, b"x" * 1000)
-    for turn in turns[:2]:
-        next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
-    TurnStore(Folder(str(tmp_path)), 0)
-    assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
-
-
-def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
-    TurnStore(Folder(str(tmp_path)), 10_000).add(turns[0], b"x")
-    kept = next(tmp_path.rglob(f"{turns[0].id}.*.json"))
-    old, new = (partial_path(kept, token) for token in ("old", "new"))
-    for path, age in ((old, 4000), (new, 3000)):
-        path.write_bytes(b"x")
-        os.utime(path, (time.time() - age,) * 2)
-    TurnStore(Folder(str(tmp_path)), 0)
-    assert [path.exists() for path in (kept, old, new)] == [True, False, True]
 
 
 def test_an_answer_that_cannot_be_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,25 +95,6 @@ def test_a_state_file_of_one_engine_is_continued_by_the_other(pair: Pair, tmp_pa
         assert begin + end == whole
 
 
-def test_a_stop_string_ends_the_text_before_it(exports: Exports) -> None:
-    run, folder = exports(FAST)
-    engine, codec = OnnxEngine(folder, num_threads=1), text_codec(run.tokenizer)
-    settings = GenerationSettings(max_new_tokens=60, seed=3, stop_at_end=False)
-    text, pieces = generate(engine, codec, "ab", settings).text, list[str]()
-    stop = text[20:23]
-    stopped = generate(
-        engine,
-        codec,
-        "ab",
-        GenerationSettings(60, seed=3, stop_at_end=False, stop=(stop, "never")),
-        write=pieces.append,
-    )
-    assert stopped.text == "".join(pieces) == text[: text.index(stop)]
-    assert len(stopped.token_ids) < 60
-    biased = GenerationSettings(max_new_tokens=9, temperature=0, logit_bias={str(codec.encode("A")[0]): 1e5})
-    assert generate(engine, codec, "ab", biased).text == "A" * 9
-
-
 def test_what_is_too_long_is_refused_before_work(exports: Exports) -> None:
     run, folder = exports(FAST)
     engine, codec = OnnxEngine(folder), text_codec(run.tokenizer)

@@ -14,8 +14,6 @@ import pytest
 from multilin.errors import InputError
 from multilin.inference.text import TextCodec
 from multilin.serving import sessions
-from multilin.serving.generation import Generation
-from multilin.serving.jobs import Job
 from multilin.serving.sessions import NOBODY, Folder, new_id
 from multilin.serving.settings import ServeLimits
 from multilin.serving.turns import Turn, TurnStore
@@ -225,25 +223,6 @@ def test_a_session_keeps_the_turns_of_another_one_that_is_deleted_meanwhile(
     assert [found["kept"] for found in server.call("GET", f"/v1/sessions/{other}")["turns"]] == [True]
     server.call("DELETE", f"/v1/sessions/{other}")
     server.call("POST", "/v1/sessions", {"turn": turn}, 404)
-
-
-def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start()
-    session = server.post("/v1/sessions")["id"]
-    prepare, stopped = server.service._jobs, threading.Event()
-
-    def wait(generation: Generation) -> list[Job]:
-        assert stopped.wait(20)
-        return prepare(generation)
-
-    monkeypatch.setattr(server.service, "_jobs", wait)
-    with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
-        answer = pool.submit(server.post, "/v1/completions", **body)
-        until(lambda: session in server.service.busy)
-        assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
-        stopped.set()
-        assert answer.result()["usage"]["completion_tokens"] < 300
 
 
 def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> None:

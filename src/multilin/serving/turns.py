@@ -189,17 +189,17 @@ class TurnStore:
 
     def clean(self) -> None:
         """List the folder, and delete the turns that are too old, and the oldest ones while the folder is too large."""
-        begin, begin_time = time.monotonic(), time.time()
+        begin, now = time.monotonic(), time.time()
         try:
             sizes = self._list("turn_")
             with self._lock:
                 entries = sorted(self._entries.values(), key=lambda entry: entry.created)
             for entry in [] if self.folder is None else entries:
-                if f"{entry.name}.json" not in sizes and entry.created < begin_time - NEW:  # another server deleted it
+                if f"{entry.name}.json" not in sizes and entry.created < now - NEW:  # another server deleted it
                     self._forget(entry)
             entries = [entry for entry in entries if entry.id in self._entries]
             total = sum(entry.size for entry in entries)
-            oldest = 0 if self.seconds is None else time.time() - self.seconds
+            oldest = 0 if self.seconds is None else now - self.seconds
             most = math.inf if self.folder is None or self.disk_bytes is None else self.disk_bytes
             for entry in entries:
                 if entry.created >= oldest and total <= most:
@@ -207,8 +207,8 @@ class TurnStore:
                 total -= entry.size
                 self._delete(entry)
         finally:
-            now = time.monotonic()
-            self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is not listed all the time
+            end = time.monotonic()
+            self._next_cleaning = end + max(CLEANING, 20 * (end - begin))  # a large store is not listed all the time
 
     def _read(self, entry: Entry, suffix: str) -> bytes | None:
         if self.folder is None:

@@ -1,10 +1,12 @@
 """The verb that serves a model over HTTP."""
 
+import contextlib
 import functools
-import ipaddress
 import re
 import socket
 from pathlib import Path
+
+from pydantic_core import Url
 
 from multilin.cli.export import open_engine
 from multilin.cli.messages import check_installed, load
@@ -70,22 +72,14 @@ def _origin(text: str) -> str:
     """The origin of a page as browsers send it, in lower case and without the usual port; `*` is any."""
     if text == "*":
         return text
-    refusal = InputError(
+    with contextlib.suppress(ValueError):
+        origin = str(Url(text.lower())).removesuffix("/")
+        if re.fullmatch(r"[a-z][a-z0-9+.-]*://(\w[\w.-]*|\[[0-9a-f:.]+\])(:[0-9]+)?", origin, re.ASCII):
+            return origin
+    raise InputError(
         f"--cors: {shown(text)} given, but it should be an origin such as https://example.org or "
         "http://localhost:3000, with a scheme and without a path, or * for any"
     )
-    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(\w[\w.-]*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?", text.lower(), re.ASCII)
-    if match is None:
-        raise refusal
-    scheme, host, port = match.groups("")
-    if port == {"http": ":80", "https": ":443"}.get(scheme):
-        port = ""
-    if host.startswith("["):
-        try:
-            host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
-        except ValueError:
-            raise refusal from None
-    return f"{scheme}://{host}{port}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from multilin.errors import InputError, shorten
 
+LONGEST_NAME = 255  # bytes, on every common file system
 MOST_LINKS = 40  # followed in a row, as Linux does
 LONGEST_PATH = 200  # of a path in a message
 KERNEL_FOLDERS = ("/proc", "/sys")  # their files are no files: /dev/stdout is a link into /proc
@@ -213,6 +214,11 @@ def _resolve(name: str, path: str | Path) -> Path:
             break
         target = target.parent / target.readlink()
     target = Path(os.path.realpath(target))
+    if longest := next((part for part in target.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
+        size = len(os.fsencode(longest))
+        raise InputError(
+            f"{name}: {short_path(path)} has a name of {size} bytes, but at most {LONGEST_NAME} are possible"
+        )
     return target
 
 

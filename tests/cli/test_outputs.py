@@ -12,7 +12,7 @@ import pytest
 
 from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BAD_INPUT, BROKEN_PIPE, FAILED, VERBS, main
-from tests.processes import PYTHON, running
+from tests.processes import PYTHON, run, running
 
 Call = Callable[..., str]
 
@@ -195,3 +195,33 @@ def test_a_command_that_is_ended_removes_what_it_has_half_written(tmp_path: Path
         program.terminate()
         assert program.wait(30) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
+
+
+LOST = """
+import os
+import signal
+import sys
+import time
+from multilin.cli.main import VERBS, main
+
+class Callback:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.NUMBER)
+        time.sleep(0)
+
+def doctor() -> None:
+    Callback()
+    print("went on", flush=True)
+    time.sleep(60)
+
+VERBS["doctor"] = doctor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
+sys.argv = ["multilin", "doctor"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", 130)])
+def test_a_signal_inside_a_callback_that_may_not_raise_ends_a_command(name: str, status: int) -> None:
+    """Python ignores exceptions of such callbacks, those of signals included."""
+    assert "went on" in run([*PYTHON, "-c", LOST.replace("NUMBER", name)], status=status)

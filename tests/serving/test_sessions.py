@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from multilin.errors import InputError
+from multilin.files import partial_path
 from multilin.inference.text import TextCodec
 from multilin.serving import sessions
 from multilin.serving.sessions import NOBODY, Folder, new_id
@@ -329,3 +331,24 @@ def test_old_turns_and_too_many_are_deleted(turns: list[Turn], tmp_path: Path) -
         memory.add(turn, b"x" * 1000)
     assert memory.num_bytes <= 10_000
     assert len(memory) < 10
+
+
+def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
+    store = TurnStore(Folder(str(tmp_path)), 10_000)
+    for turn in (turns[0], dataclasses.replace(turns[1], created=time.time()), turns[2]):
+        store.add(turn, b"x" * 1000)
+    for turn in turns[:2]:
+        next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
+    TurnStore(Folder(str(tmp_path)), 0)
+    assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
+
+
+def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
+    TurnStore(Folder(str(tmp_path)), 10_000).add(turns[0], b"x")
+    kept = next(tmp_path.rglob(f"{turns[0].id}.*.json"))
+    old, new = (partial_path(kept, token) for token in ("old", "new"))
+    for path, age in ((old, 4000), (new, 3000)):
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - age,) * 2)
+    TurnStore(Folder(str(tmp_path)), 0)
+    assert [path.exists() for path in (kept, old, new)] == [True, False, True]

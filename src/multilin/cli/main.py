@@ -10,8 +10,10 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import multilin
 from multilin.cli.chat import chat
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:  # as a program, which removes what it has half written also when it is ended by SIGTERM
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        sys.unraisablehook = _repeat_signal
     # Those that the shell closed, as by 2>&-.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
@@ -133,6 +136,16 @@ def _print_overview(verbs: list[str]) -> None:
         print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
     print("MULTILIN_ALLOCATOR=system in the environment leaves the settings of glibc's memory allocator alone.")
+
+
+def _repeat_signal(lost: Any) -> None:
+    """Send a signal again whose exception was lost, as those in callbacks of weak references and in `__del__` are."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
+    if number is None:
+        sys.__unraisablehook__(lost)
+    else:
+        # To the main thread, whose waiting it has to end.
+        threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
 def _fail(message: str, status: int) -> int:

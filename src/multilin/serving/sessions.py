@@ -71,6 +71,13 @@ class Folder(Store):
             self._made.add(folder)
         super().write(f"{folder}/{name}", content)
 
+    def remove_unfinished(self, seconds: float) -> None:
+        """Delete the hidden files that servers were writing when they were killed, more than so many seconds ago."""
+        for path in () if self.local is None else self.local.rglob(".*.partial"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - seconds:
+                    path.unlink()
+
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):

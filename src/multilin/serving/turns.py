@@ -18,7 +18,7 @@ from multilin.serving.sessions import Folder, is_id
 
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
-NEW = 3600.0  # seconds in which a turn may be missing from a list of the folder
+LEFTOVER = 3600.0  # seconds after which an unfinished file, or a state without its turn, is not being written
 log = logging.getLogger("multilin.serve")
 
 
@@ -189,17 +189,13 @@ class TurnStore:
 
     def clean(self) -> None:
         """List the folder, and delete the turns that are too old, and the oldest ones while the folder is too large."""
-        begin, now = time.monotonic(), time.time()
+        begin = time.monotonic()
         try:
-            sizes = self._list("turn_")
+            self._remove_leftovers(self._list("turn_"))
             with self._lock:
                 entries = sorted(self._entries.values(), key=lambda entry: entry.created)
-            for entry in [] if self.folder is None else entries:
-                if f"{entry.name}.json" not in sizes and entry.created < now - NEW:  # another server deleted it
-                    self._forget(entry)
-            entries = [entry for entry in entries if entry.id in self._entries]
             total = sum(entry.size for entry in entries)
-            oldest = 0 if self.seconds is None else now - self.seconds
+            oldest = 0 if self.seconds is None else time.time() - self.seconds
             most = math.inf if self.folder is None or self.disk_bytes is None else self.disk_bytes
             for entry in entries:
                 if entry.created >= oldest and total <= most:
@@ -207,8 +203,8 @@ class TurnStore:
                 total -= entry.size
                 self._delete(entry)
         finally:
-            end = time.monotonic()
-            self._next_cleaning = end + max(CLEANING, 20 * (end - begin))  # a large store is not listed all the time
+            now = time.monotonic()
+            self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is not listed all the time
 
     def _read(self, entry: Entry, suffix: str) -> bytes | None:
         if self.folder is None:
@@ -217,6 +213,22 @@ class TurnStore:
         if content is None:  # another server has deleted it
             self._forget(entry)
         return content
+
+    def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
+        """Delete unfinished files and single states of killed servers, and forget turns that other servers deleted."""
+        if self.folder is None:
+            return
+        with self._lock:
+            entries = list(self._entries.values())
+        for entry in entries:
+            if f"{entry.name}.json" not in sizes and entry.created < time.time() - LEFTOVER:
+                self._forget(entry)
+        self.folder.remove_unfinished(LEFTOVER)
+        for name in sizes:
+            content = name.removesuffix(".safetensors") + ".json"
+            lost = None if content in sizes else Entry.from_name(content, {content: 0})
+            if lost is not None and lost.created < time.time() - LEFTOVER:
+                self.folder.remove(name)
 
     def _list(self, prefix: str) -> Mapping[str, int]:
         """Take up the turns in the folder whose ids begin with `prefix`; returns the sizes of their files."""

@@ -16,6 +16,8 @@ from multilin.errors import InputError
 from multilin.files import partial_path
 from multilin.inference.text import TextCodec
 from multilin.serving import sessions
+from multilin.serving.generation import Generation
+from multilin.serving.jobs import Job
 from multilin.serving.sessions import NOBODY, Folder, new_id
 from multilin.serving.settings import ServeLimits
 from multilin.serving.turns import Turn, TurnStore
@@ -352,3 +354,53 @@ def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(tur
         os.utime(path, (time.time() - age,) * 2)
     TurnStore(Folder(str(tmp_path)), 0)
     assert [path.exists() for path in (kept, old, new)] == [True, False, True]
+
+
+@CHANGES
+def test_a_session_is_not_continued_while_it_is_changed(
+    server: Server, session: str, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    step = "save" if path else "remove"
+    change = getattr(server.service.sessions, step)
+
+    def change_late(changed: sessions.Session) -> None:
+        monkeypatch.undo()
+        server.call("POST", "/v1/completions", {"prompt": "two", "session": session, **GREEDY}, 409)
+        assert not server.post(f"/v1/sessions/{session}/stop")["stopped"]
+        change(changed)
+
+    monkeypatch.setattr(server.service.sessions, step, change_late)
+    server.call(method, f"/v1/sessions/{session}{path}", body)
+
+
+def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    session = server.post("/v1/sessions")["id"]
+    prepare, stopped = server.service._jobs, threading.Event()
+
+    def wait(generation: Generation) -> list[Job]:
+        assert stopped.wait(20)
+        return prepare(generation)
+
+    monkeypatch.setattr(server.service, "_jobs", wait)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
+        answer = pool.submit(server.post, "/v1/completions", **body)
+        until(lambda: session in server.service.busy)
+        assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
+        stopped.set()
+        assert answer.result()["usage"]["completion_tokens"] < 300
+
+
+def test_turns_that_another_server_deleted_make_no_turn_too_many(turns: list[Turn], tmp_path: Path) -> None:
+    stores = [TurnStore(Folder(str(tmp_path)), 10_000, disk_bytes=8000) for _ in range(2)]
+    for turn in turns[:5]:
+        stores[0].add(turn, b"x" * 1000)
+    stores[1].clean()
+    for turn in turns[1:5]:
+        stores[0].remove(turn.owner, turn.id)
+    for turn in turns[5:8]:
+        stores[1].add(turn, b"x" * 1000)
+    stores[1].clean()
+    assert stores[1].peek(turns[0].owner, turns[0].id) is not None
+    assert len(stores[1]) == 4

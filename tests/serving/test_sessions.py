@@ -206,6 +206,23 @@ def test_a_session_that_a_request_has_just_continued_is_not_changed_as_it_was_be
     server.call(method, f"/v1/sessions/{session}{path}", body)
 
 
+@CHANGES
+def test_a_session_is_not_continued_while_it_is_changed(
+    server: Server, session: str, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
+) -> None:
+    step = "save" if path else "remove"
+    change = getattr(server.service.sessions, step)
+
+    def change_late(changed: sessions.Session) -> None:
+        monkeypatch.undo()
+        server.call("POST", "/v1/completions", {"prompt": "two", "session": session, **GREEDY}, 409)
+        assert not server.post(f"/v1/sessions/{session}/stop")["stopped"]
+        change(changed)
+
+    monkeypatch.setattr(server.service.sessions, step, change_late)
+    server.call(method, f"/v1/sessions/{session}{path}", body)
+
+
 @pytest.mark.parametrize("is_fork", [True, False])
 def test_a_session_keeps_the_turns_of_another_one_that_is_deleted_meanwhile(
     server: Server, session: str, is_fork: bool, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +244,25 @@ def test_a_session_keeps_the_turns_of_another_one_that_is_deleted_meanwhile(
     assert [found["kept"] for found in server.call("GET", f"/v1/sessions/{other}")["turns"]] == [True]
     server.call("DELETE", f"/v1/sessions/{other}")
     server.call("POST", "/v1/sessions", {"turn": turn}, 404)
+
+
+def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    session = server.post("/v1/sessions")["id"]
+    prepare, stopped = server.service._jobs, threading.Event()
+
+    def wait(generation: Generation) -> list[Job]:
+        assert stopped.wait(20)
+        return prepare(generation)
+
+    monkeypatch.setattr(server.service, "_jobs", wait)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
+        answer = pool.submit(server.post, "/v1/completions", **body)
+        until(lambda: session in server.service.busy)
+        assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
+        stopped.set()
+        assert answer.result()["usage"]["completion_tokens"] < 300
 
 
 def test_a_server_that_starts_again_goes_on(start: Start, tmp_path: Path) -> None:
@@ -295,6 +331,41 @@ def test_a_thousand_turns_on_disk(turns: list[Turn], tmp_path: Path) -> None:
     assert store.longest(turns[1].owner, [1, 2, 1, 4]) is not None
 
 
+def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
+    store = TurnStore(Folder(str(tmp_path)), 10_000)
+    for turn in (turns[0], dataclasses.replace(turns[1], created=time.time()), turns[2]):
+        store.add(turn, b"x" * 1000)
+    for turn in turns[:2]:
+        next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
+    TurnStore(Folder(str(tmp_path)), 0)
+    assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
+
+
+def test_turns_that_another_server_deleted_make_no_turn_too_many(turns: list[Turn], tmp_path: Path) -> None:
+    stores = [TurnStore(Folder(str(tmp_path)), 10_000, disk_bytes=8000) for _ in range(2)]
+    for turn in turns[:5]:
+        stores[0].add(turn, b"x" * 1000)
+    stores[1].clean()
+    for turn in turns[1:5]:
+        stores[0].remove(turn.owner, turn.id)
+    for turn in turns[5:8]:
+        stores[1].add(turn, b"x" * 1000)
+    stores[1].clean()
+    assert stores[1].peek(turns[0].owner, turns[0].id) is not None
+    assert len(stores[1]) == 4
+
+
+def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
+    TurnStore(Folder(str(tmp_path)), 10_000).add(turns[0], b"x")
+    kept = next(tmp_path.rglob(f"{turns[0].id}.*.json"))
+    old, new = (partial_path(kept, token) for token in ("old", "new"))
+    for path, age in ((old, 4000), (new, 3000)):
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - age,) * 2)
+    TurnStore(Folder(str(tmp_path)), 0)
+    assert [path.exists() for path in (kept, old, new)] == [True, False, True]
+
+
 def test_an_answer_that_cannot_be_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a full disk text is still answered, but nothing that a client would go on from."""
     session = server.post("/v1/sessions")["id"]
@@ -333,74 +404,3 @@ def test_old_turns_and_too_many_are_deleted(turns: list[Turn], tmp_path: Path) -
         memory.add(turn, b"x" * 1000)
     assert memory.num_bytes <= 10_000
     assert len(memory) < 10
-
-
-def test_states_that_a_killed_server_left_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
-    store = TurnStore(Folder(str(tmp_path)), 10_000)
-    for turn in (turns[0], dataclasses.replace(turns[1], created=time.time()), turns[2]):
-        store.add(turn, b"x" * 1000)
-    for turn in turns[:2]:
-        next(tmp_path.rglob(f"{turn.id}.*.json")).unlink()  # it is written after the state
-    TurnStore(Folder(str(tmp_path)), 0)
-    assert [len(list(tmp_path.rglob(f"{turn.id}.*.safetensors"))) for turn in turns[:3]] == [0, 1, 1]
-
-
-def test_files_that_a_killed_server_did_not_finish_are_deleted_after_an_hour(turns: list[Turn], tmp_path: Path) -> None:
-    TurnStore(Folder(str(tmp_path)), 10_000).add(turns[0], b"x")
-    kept = next(tmp_path.rglob(f"{turns[0].id}.*.json"))
-    old, new = (partial_path(kept, token) for token in ("old", "new"))
-    for path, age in ((old, 4000), (new, 3000)):
-        path.write_bytes(b"x")
-        os.utime(path, (time.time() - age,) * 2)
-    TurnStore(Folder(str(tmp_path)), 0)
-    assert [path.exists() for path in (kept, old, new)] == [True, False, True]
-
-
-@CHANGES
-def test_a_session_is_not_continued_while_it_is_changed(
-    server: Server, session: str, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
-) -> None:
-    step = "save" if path else "remove"
-    change = getattr(server.service.sessions, step)
-
-    def change_late(changed: sessions.Session) -> None:
-        monkeypatch.undo()
-        server.call("POST", "/v1/completions", {"prompt": "two", "session": session, **GREEDY}, 409)
-        assert not server.post(f"/v1/sessions/{session}/stop")["stopped"]
-        change(changed)
-
-    monkeypatch.setattr(server.service.sessions, step, change_late)
-    server.call(method, f"/v1/sessions/{session}{path}", body)
-
-
-def test_an_answer_can_be_stopped_before_it_begins(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start()
-    session = server.post("/v1/sessions")["id"]
-    prepare, stopped = server.service._jobs, threading.Event()
-
-    def wait(generation: Generation) -> list[Job]:
-        assert stopped.wait(20)
-        return prepare(generation)
-
-    monkeypatch.setattr(server.service, "_jobs", wait)
-    with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "abc", "max_tokens": 300, "session": session, "ignore_eos": True}
-        answer = pool.submit(server.post, "/v1/completions", **body)
-        until(lambda: session in server.service.busy)
-        assert server.post(f"/v1/sessions/{session}/stop")["stopped"]
-        stopped.set()
-        assert answer.result()["usage"]["completion_tokens"] < 300
-
-
-def test_turns_that_another_server_deleted_make_no_turn_too_many(turns: list[Turn], tmp_path: Path) -> None:
-    stores = [TurnStore(Folder(str(tmp_path)), 10_000, disk_bytes=8000) for _ in range(2)]
-    for turn in turns[:5]:
-        stores[0].add(turn, b"x" * 1000)
-    stores[1].clean()
-    for turn in turns[1:5]:
-        stores[0].remove(turn.owner, turn.id)
-    for turn in turns[5:8]:
-        stores[1].add(turn, b"x" * 1000)
-    stores[1].clean()
-    assert stores[1].peek(turns[0].owner, turns[0].id) is not None
-    assert len(stores[1]) == 4

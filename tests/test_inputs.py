@@ -18,9 +18,8 @@ from multilin.analysis import templates
 from multilin.analysis.compare.sweep import load_sweep
 from multilin.cli.arguments import flags
 from multilin.cli.main import VERBS
-from multilin.cli.messages import as_json
+from multilin.cli.messages import LARGEST_PROMPT, as_json, read_prompt
 from multilin.cli.parser import parse
-from multilin.cli.prompts import LARGEST_PROMPT, read_prompt
 from multilin.data import files
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer

@@ -185,12 +185,6 @@ def test_what_is_weighed_most_is_checked_by_removal(
     assert said in answer(report)
 
 
-def test_weights_of_one_layer_among_others_are_said_to_be(explained: Callable) -> None:
-    content, _, _ = explained("gated_deltanet")
-    assert len(content["steps"]) > 1
-    assert f" In {content['steps'][0]['label']} it weighed " in content["answer"]
-
-
 def test_losses_and_texts_of_tokens(explained: Callable, run_folder: Callable[[str], Path]) -> None:
     content, _, _ = explained("gpt2")
     ids = ids_of(run_folder("gpt2"))
@@ -226,13 +220,6 @@ def test_dollars_in_a_text_and_in_the_name_of_a_run_are_no_formulas() -> None:
     nothing = Explanation([], [], [], [], None)
     report = Report("a$b^$", "the given text", ["", "$x^$"], [(1, ""), (1, "$x^$")], {}, nothing)
     assert picture(report).startswith(b"\x89PNG")
-
-
-def test_without_removal_nothing_is_said_about_reasons(explained: Callable) -> None:
-    content, _, _ = explained("additive", "--no-remove")
-    assert content["removal"] is None
-    assert content["finding"].startswith("Removal was not measured")
-    assert all(step["agreements"] == [] for step in content["steps"])
 
 
 def test_json_is_what_is_written(run_folder: Callable[[str], Path], cli: Call, tmp_path: Path) -> None:

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from multilin.cli.main import main
-from multilin.errors import InputError
-from multilin.inference.generate import Sequence
 from multilin.inference.generate_run import generate_text
 from multilin.inference.settings import GenerationSettings
-from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
 from tests.cli.conftest import N_POSITIONS
 
@@ -65,14 +62,6 @@ def test_the_seed_decides_what_is_written(additive: Path, cli: Call) -> None:
     assert len({one, other, another}) == 3
 
 
-def test_settings_reach_the_sampler(loaded: Run) -> None:
-    greedy = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, temperature=0)).token_ids
-    cold = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, temperature=1e-4, seed=0)).token_ids
-    first = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, top_k=1, seed=0)).token_ids
-    nucleus = generate_text(loaded, "the", GenerationSettings(max_new_tokens=20, top_p=1e-6, seed=0)).token_ids
-    assert greedy == cold == first == nucleus
-
-
 def test_beams_find_a_text_at_least_as_likely(loaded: Run) -> None:
     def log_likelihood(new: list[int]) -> float:
         prompt = loaded.tokenizer.encode("the", add_special_tokens=False)
@@ -85,29 +74,6 @@ def test_beams_find_a_text_at_least_as_likely(loaded: Run) -> None:
     )
     assert log_likelihood(beams.token_ids) >= log_likelihood(greedy.token_ids)
     assert beams.text == loaded.tokenizer.decode(beams.token_ids)
-
-
-def test_text_is_streamed_and_never_half_a_character(loaded: Run) -> None:
-    wanted = "süß 日本 naïve 🌲🌲 end"
-    ids = iter(loaded.tokenizer.encode(wanted, add_special_tokens=False))
-
-    def force_next(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(logits, -1e9)
-        forced[..., next(ids)] = 0
-        return forced
-
-    hook = loaded.model.lm_head.register_forward_hook(force_next)
-    written: list[str] = []
-    try:
-        length = len(wanted.encode())
-        result = generate_text(
-            loaded, "", GenerationSettings(max_new_tokens=length, temperature=0), write=written.append
-        )
-    finally:
-        hook.remove()
-    assert "".join(written) == result.text == wanted
-    assert len(written) > 3
-    assert all("\ufffd" not in piece for piece in written)
 
 
 def test_a_text_stops_where_the_model_ends_it(loaded: Run) -> None:
@@ -237,16 +203,6 @@ def test_a_prompt_file_that_is_not_utf8_is_refused(additive: Path, refusal: Call
     file.write_bytes(b"caf\xe9")
     message = refusal("generate", additive, "--prompt-file", file)
     assert message == f"--prompt-file: {file} is not UTF-8: byte 3 is 0xe9"
-
-
-def test_several_texts_in_a_state_are_refused(loaded: Run) -> None:
-    engine = TorchEngine(loaded.model)
-    state = engine.new_state(2)
-    engine.read(state, [[0, 1], [0]])
-    contents = engine.save(state)
-    contents.unread_ids = [[1], [2]]
-    with pytest.raises(InputError, match="holds 2 texts"):
-        Sequence.restored(contents, engine)
 
 
 @pytest.mark.parametrize("architecture", ["additive", "gpt2"])

@@ -1,7 +1,6 @@
 """Help and mistakes are answered without importing what takes seconds; programs get the models with the package."""
 
 import ast
-import gc
 import os
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 
 import multilin
-from multilin.cli import messages
-from multilin.errors import InputError
 
 HEAVY = {"torch", "transformers", "numba", "matplotlib", "datasets", "pandas", "accelerate", "scipy", "numpy"}
 
@@ -119,25 +116,3 @@ def test_a_program_that_imports_multilin_loads_its_models(additive: Path, tmp_pa
     else:
         done = run("-c", code)
     assert done.stdout.strip() == "True", done.stderr
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_is_told_what_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with messages.loading("PyTorch and runs/demo"):
-        pass
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert ("loading PyTorch and runs/demo" in captured.err) == is_terminal
-
-
-def test_nothing_is_collected_while_packages_are_loaded() -> None:
-    """It would take a quarter of the time to the first token."""
-    with messages.loading():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(InputError), messages.loading():
-        raise InputError("no model")
-    assert gc.isenabled()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from multilin.analysis.costs import describe_model
 from multilin.architectures import architectures
 from multilin.model.factory import create_model
 
@@ -47,13 +46,6 @@ def test_info_without_a_name_lists_the_architectures(cli: Call, refusal: Call) -
     assert "give the name of an architecture" in refusal("info", *SIZES)
 
 
-@pytest.mark.parametrize("name", ["additive", "gpt2"])
-def test_info_describes_a_model_of_two_tokens(cli: Call, name: str) -> None:
-    found = json.loads(cli("info", name, "--json", *SIZES[:-1], 2))
-    assert (found["longest_text"], found["flops_growth"]) == (2, 0)
-    assert found["state_bytes"] > 0
-
-
 def test_info_takes_options(cli: Call, refusal: Call) -> None:
     found = json.loads(cli("info", "additive", "--json", *SIZES, "--options", '{"windows": 5}'))
     assert [layer["options"]["window"] for layer in found["layers"]] == [5, 5, 5]
@@ -67,9 +59,3 @@ def test_info_of_a_run(additive: Path, cli: Call, refusal: Call) -> None:
         refusal("info", "aditive")
         == "MODEL: 'aditive' is neither a folder nor an architecture; did you mean 'additive'?"
     )
-
-
-def test_describing_leaves_the_model_in_training() -> None:
-    model = create_model("additive", hidden_size=16, num_layers=2, vocab_size=20, n_positions=16).train()
-    describe_model(model)
-    assert model.training

@@ -1,6 +1,5 @@
 import ctypes
 import json
-import math
 import subprocess
 import sys
 import warnings
@@ -13,7 +12,7 @@ import multilin
 from multilin import machine
 from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BROKEN_PIPE, FIRST_SECONDS, VERBS, main
-from multilin.cli.messages import as_json, say_next
+from multilin.cli.messages import say_next
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 Call = Callable[..., str]
@@ -64,18 +63,6 @@ def test_text_is_not_taken_for_a_recipe(
 
 
 @pytest.mark.parametrize(
-    ("verb", "sentence"),
-    [
-        ("convert", "the package that the checkpoint comes from: fastformer or leap"),
-        ("demo", "Fields that the recipe `demo` leaves out"),
-        ("train", "--model.layers [JSON,...]"),
-    ],
-)
-def test_help_says_what_a_flag_takes(cli: Call, verb: str, sentence: str) -> None:
-    assert sentence in cli(verb, "--help")
-
-
-@pytest.mark.parametrize(
     ("raised", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "multilin: interrupted\n"),
@@ -108,13 +95,6 @@ def test_bad_input_is_named_by_the_first_process_of_a_machine_before_the_others(
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert refusal("trian").startswith("'trian' is no verb")
         assert waits == expected
-
-
-def test_json_holds_numbers_alone_that_json_has() -> None:
-    result = {"perplexity": math.inf, "losses": [math.nan, 1e300], "text": "Größe"}
-    assert json.loads(as_json(result), parse_constant=pytest.fail) == {
-        "perplexity": None, "losses": [None, 1e300], "text": "Größe"
-    }  # fmt: skip
 
 
 def test_a_warning_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,15 +154,6 @@ def test_doctor_warns_about_a_slow_op(monkeypatch: pytest.MonkeyPatch, cli: Call
     expected = "some_op uses its reference, which is slow (fast: numba is not installed)"
     assert expected in json.loads(cli("doctor", "--json"))["warnings"]
     assert expected in cli("doctor")
-
-
-def test_convert_calls_the_converter(monkeypatch: pytest.MonkeyPatch, cli: Call, tmp_path: Path) -> None:
-    from multilin.inference import convert
-
-    calls: list[tuple[str, Path, Path]] = []
-    monkeypatch.setattr(convert, "convert_checkpoint", lambda *given: calls.append(given))
-    cli("convert", "leap", tmp_path / "a", tmp_path / "b")
-    assert calls == [("leap", tmp_path / "a", tmp_path / "b")]
 
 
 def test_commands_to_type_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:

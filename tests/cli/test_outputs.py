@@ -54,55 +54,6 @@ def test_no_verb_replaces_what_is_no_file(
     assert {entry.name for entry in tmp_path.iterdir()} <= {"output", "pipe"}
 
 
-@pytest.mark.parametrize("name", ["x" * 300, ""], ids=["long", "empty"])
-@pytest.mark.parametrize("verb", [verb for verb in OUTPUTS if verb != "convert"])
-def test_impossible_names_of_outputs_are_refused(
-    additive: Path,
-    text_file: Path,
-    tmp_path: Path,
-    refusal: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    verb: str,
-    name: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "utput" in refusal(*[word.format(run=additive, text=text_file) for word in OUTPUTS[verb]], name).replace(
-        "OUTPUT", "output"
-    ).replace("save-state", "output")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["info", "NAME"],
-        ["generate", "NAME"],
-        ["generate", "RUN", "--state", "NAME"],
-        ["generate", "RUN", "--prompt-file", "NAME"],
-        ["evaluate", "NAME"],
-        ["evaluate", "RUN", "--source", "NAME"],
-        ["explain", "NAME"],
-        ["quantize", "NAME"],
-        ["rollout", "NAME", "--prompt", "a"],
-        ["train", "NAME"],
-        ["train", "--data.source", "NAME"],
-        ["train", "--tokenizer.path", "NAME"],
-        ["compare", "NAME"],
-        ["compare", "gpt2", "NAME"],
-        ["convert", "fastformer", "NAME", "output"],
-        ["tokenizer", "show", "NAME"],
-        ["tokenizer", "train", "NAME", "output"],
-    ],
-    ids=" ".join,
-)
-def test_a_name_longer_than_any_file_has_is_refused(
-    additive: Path, tmp_path: Path, refusal: Call, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refusal(*[{"NAME": "x" * 300, "RUN": additive}.get(word, word) for word in arguments])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_is_one_sentence_and_leaves_the_old_file(
     additive: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx
@@ -18,9 +18,9 @@ from multilin import InputError, MultilinForCausalLM
 from multilin.architectures import base, register
 from multilin.architectures.base import Architecture, LayerOptions, Preset
 from multilin.data.tokenizers import train_tokenizer
-from multilin.export.check import TOLERANCES, check_export
+from multilin.export.check import check_export
 from multilin.export.folder import export_run
-from multilin.export.weights import Precision, WeightFile
+from multilin.export.weights import WeightFile
 from multilin.files import checksum
 from multilin.inference.generate import continue_file
 from multilin.inference.generate_run import text_codec
@@ -236,7 +236,3 @@ def test_a_state_of_a_short_text_is_checked(tmp_path: Path, num_positions: int) 
     run = own_run(tmp_path / "run", "sum")
     run.model.config.n_positions = num_positions
     assert [about.name for about in state_tensors(run.model)][-1] == "layers.0.total"
-
-
-def test_tolerances_are_stated_for_every_precision() -> None:
-    assert set(TOLERANCES) == set(get_args(Precision))

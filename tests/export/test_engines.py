@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from multilin import InputError
-from multilin.architectures import architectures
 from multilin.data.files import Document
 from multilin.data.packing import pack
 from multilin.export.check import compare_export
@@ -23,8 +22,7 @@ from multilin.inference.onnx_engine import OnnxEngine, OnnxState
 from multilin.inference.settings import GenerationSettings
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
-from tests.export.conftest import FAST, N_POSITIONS, NAMES, Exports, make_run
-from tests.serving.engines import Script
+from tests.export.conftest import FAST, N_POSITIONS, Exports, make_run
 
 Pair = tuple[Run, Path]
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
@@ -37,10 +35,6 @@ def engines(pair: Pair) -> tuple[TorchEngine, OnnxEngine]:
 
 def texts(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(length).integers(0, 256, length).tolist() for length in lengths]
-
-
-def test_every_architecture_is_exported() -> None:
-    assert set(architectures()) <= set(NAMES)
 
 
 def test_logits_are_equal_for_rows_of_any_lengths(engines: tuple[TorchEngine, OnnxEngine]) -> None:
@@ -100,43 +94,6 @@ def test_a_state_file_of_one_engine_is_continued_by_the_other(pair: Pair, tmp_pa
         assert begin + end == whole
 
 
-@pytest.mark.parametrize("length", range(1, 8))
-def test_a_character_is_whole_across_two_state_files(exports: Exports, tmp_path: Path, length: int) -> None:
-    run = exports(FAST)[0]
-    codec = text_codec(run.tokenizer)
-    engine = Script(TorchEngine(run.model), codec.encode("é€🙂"))
-
-    def go_on(number: int, num_new: int) -> str:
-        pieces = list[str]()
-        continue_file(
-            engine, codec, "" if number else "a", GenerationSettings(num_new),
-            state=str(tmp_path / f"{number}") if number else None, save_state=str(tmp_path / f"{number + 1}"),
-            echo=False, write=pieces.append,
-        )  # fmt: skip
-        return "".join(pieces)
-
-    assert go_on(0, length) + go_on(1, 9 - length) + go_on(2, 9) == "é€🙂" * 2
-
-
-def test_a_stop_string_ends_the_text_before_it(exports: Exports) -> None:
-    run, folder = exports(FAST)
-    engine, codec = OnnxEngine(folder, num_threads=1), text_codec(run.tokenizer)
-    settings = GenerationSettings(max_new_tokens=60, seed=3, stop_at_end=False)
-    text, pieces = generate(engine, codec, "ab", settings).text, list[str]()
-    stop = text[20:23]
-    stopped = generate(
-        engine,
-        codec,
-        "ab",
-        GenerationSettings(60, seed=3, stop_at_end=False, stop=(stop, "never")),
-        write=pieces.append,
-    )
-    assert stopped.text == "".join(pieces) == text[: text.index(stop)]
-    assert len(stopped.token_ids) < 60
-    biased = GenerationSettings(max_new_tokens=9, temperature=0, logit_bias={str(codec.encode("A")[0]): 1e5})
-    assert generate(engine, codec, "ab", biased).text == "A" * 9
-
-
 def test_what_is_too_long_is_refused_before_work(exports: Exports) -> None:
     run, folder = exports(FAST)
     engine, codec = OnnxEngine(folder), text_codec(run.tokenizer)
@@ -188,18 +145,6 @@ def test_an_open_engine_does_not_read_the_graphs_of_another_export(exports: Expo
     change(folder, model_hash="of another model")
     with pytest.raises(OSError, match="was replaced by another export; open it again"):
         engine.read(engine.new_state(), [list(range(1, 13))])  # by the other graph, which was not loaded yet
-
-
-def test_nothing_half_written_is_left_by_an_export_that_fails(exports: Exports, tmp_path: Path, monkeypatch) -> None:
-    from multilin.export import folder as module
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "make_graph", fail)
-    with pytest.raises(OSError, match="No space left"):
-        module.export_run(exports(FAST)[0], tmp_path / "export")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_reads_one_token_is_compared(tmp_path: Path) -> None:

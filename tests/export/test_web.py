@@ -195,24 +195,6 @@ def test_page_fits_a_phone_and_works_by_keyboard(folder: Path, browser: Any) -> 
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
 
 
-@pytest.mark.slow
-def test_a_character_that_two_continuations_share_is_written_whole(browser: Any) -> None:
-    text, tokenizer = "aé漢😀 b", train_tokenizer([], "byte", None).backend_tokenizer.to_str()
-    with served(Path(web.__file__).parent / "assets/web") as address:
-        page = browser.new_page()
-        page.goto(f"{address}base.css")
-        program = """async ([tokenizer, text]) => {
-            const {TextCodec, TextStream} = await import("/tokenizer.js");
-            const codec = new TextCodec(JSON.parse(tokenizer)), ids = codec.encode(text);
-            const write = (before, fresh) => {
-                const stream = new TextStream(codec, before);
-                return fresh.map(id => stream.put(id)).join("");
-            };
-            return ids.map((_, cut) => write([], ids.slice(0, cut)) + write(ids.slice(0, cut), ids.slice(cut)));
-        }"""
-        assert set(page.evaluate(program, [tokenizer, text])) == {text}
-
-
 def test_matrices_in_bytes_give_nearly_the_same_products() -> None:
     numbers = np.random.default_rng(0)
     weights = {"w": numbers.normal(size=(64, 96)), "table": numbers.normal(size=(50, 64)), "gain": np.ones(64)}

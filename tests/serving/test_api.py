@@ -67,16 +67,6 @@ def test_openais_client(client: openai.OpenAI) -> None:
         client.completions.create(model="large", prompt="abc")
 
 
-def test_parts_of_characters_are_told_apart(server: Server) -> None:
-    """By their bytes, as U+FFFD in place of each would be one name for many tokens."""
-    body = {"prompt": "é", "max_tokens": 1, "echo": True, "temperature": 0, "logprobs": 20}
-    logprobs = server.post("/v1/completions", **body)["choices"][0]["logprobs"]
-    assert logprobs["tokens"][:2] == [r"bytes:\xc3", r"bytes:\xa9"]
-    for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
-        assert token in top
-        assert len(top) == 20 + (min(top.values()) == top[token])  # the token itself, where it is none of the likeliest
-
-
 def test_logprobs_tell_of_tokens_that_make_no_character(start: Start, run: Run) -> None:
     """Of those in the middle of the text and of those at its end; offsets are those of the text."""
     codec = text_codec(run.tokenizer)
@@ -176,21 +166,6 @@ def test_a_session_reports_the_tokens_of_its_new_prompt_alone(server: Server, en
     assert logprobs["tokens"][:4] == list(" wor")
     assert logprobs["text_offset"][:5] == [0, 1, 2, 3, 4]
     assert all(value < 0 for value in logprobs["token_logprobs"])
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ({"prompt": "x", "stop": ""}, "stop: '' given, but it should have at least 1 character or be a valid list"),
-        (
-            {"prompt": "x", "stop": ["a"] * 9},
-            "but it should be a valid string or have at most 8 items",
-        ),
-        ({"prompt": "x", "n": 65}, "n: 1 prompt times 65 answers asked for"),
-    ],
-)
-def test_what_would_be_accepted_is_plain_english(server: Server, body: dict[str, Any], sentence: str) -> None:
-    assert re.search(sentence, server.call("POST", "/v1/completions", body, status=400)["error"]["message"])
 
 
 def test_logprobs_echo_and_bias(server: Server) -> None:
@@ -304,17 +279,6 @@ def test_a_field_is_passed_over_where_it_asks_for_what_happens_anyway(server: Se
                     model.model_validate(BODIES[path] | {name: value})
 
 
-def test_fields_of_a_stream_and_of_logprobs_that_ask_for_nothing(server: Server) -> None:
-    chat, text = BODIES["/v1/chat/completions"], BODIES["/v1/completions"]
-    server.post("/v1/chat/completions", **chat, logprobs=False, top_logprobs=0, n=1, logit_bias={})
-    server.post("/v1/chat/completions", **chat, stream=False, stream_options={"include_usage": False})
-    server.stream("/v1/chat/completions", **chat, stream_options={"include_usage": True, "include_obfuscation": False})
-    server.stream("/v1/responses", **BODIES["/v1/responses"], stream_options={"include_obfuscation": False})
-    server.post("/v1/completions", **text, n=1, best_of=1, echo=False, logit_bias={}, suffix="")
-    for body, param in (({"top_logprobs": 2}, "top_logprobs"), ({"metadata": {"a": "b"}}, "metadata")):
-        assert server.call("POST", "/v1/chat/completions", chat | body, status=400)["error"]["param"] == param
-
-
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
@@ -332,17 +296,6 @@ def test_a_mistake_in_a_message_is_named(server: Server, message: Any, sentence:
     error = server.call("POST", "/v1/chat/completions", {"messages": [message]}, status=400)["error"]
     assert error["message"].startswith(sentence)
     assert error["param"] == "messages"
-
-
-def test_a_message_may_have_a_name_and_parts(client: openai.OpenAI) -> None:
-    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-    messages: list[Any] = [
-        [{"role": "user", "content": "hello"}],
-        [{"role": "user", "content": "hello", "name": "Ann"}],
-        [{"role": "user", "content": parts, "name": None}],
-    ]
-    answers = [client.chat.completions.create(model="tiny", messages=each, **GREEDY) for each in messages]
-    assert len({answer.choices[0].message.content for answer in answers}) == 1
 
 
 REFUSED = {

@@ -1,6 +1,5 @@
 """`multilin chat` with a server and with a folder."""
 
-import asyncio
 import contextlib
 import functools
 import io
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,12 +217,6 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
     assert "api key" in talk(server.url, "hello")[2]
 
 
-def test_an_error_after_an_answer_names_the_session_that_has_it(talk: Talk, server: Server) -> None:
-    status, _, notes = talk(server.url, "hello", "/rewind 5", flags=GREEDY)
-    assert status == 2
-    assert "go on with --session session_" in notes
-
-
 def test_an_answer_that_breaks_off_ends_its_line(talk: Talk, start: Start, run: Run) -> None:
     engine = Watched(TorchEngine(run.model), seconds=0.05)
     server = start(engine)
@@ -238,14 +230,6 @@ def test_an_answer_that_breaks_off_ends_its_line(talk: Talk, start: Start, run: 
     assert len(text) > 1
     assert text.endswith("\n")
     assert notes.startswith("multilin: server: ")
-
-
-def test_a_state_is_saved_below_the_home_folder(
-    talk: Talk, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert talk(server.url, "hello", "/save ~/text.state")[0] == 0
-    assert (tmp_path / "text.state").is_file()
 
 
 def test_settings_that_would_be_ignored_are_refused(talk: Talk, target: tuple[str, tuple[str, ...]]) -> None:
@@ -272,37 +256,9 @@ def test_an_answer_that_memory_lost_is_not_silently_forgotten(
 ) -> None:
     monkeypatch.setattr(chat, "ServeLimits", functools.partial(chat.ServeLimits, memory="1KB"))
     flags = (*GREEDY, "--engine", "torch")
-    for line in ("three", f"/save {tmp_path / 'text.state'}"):
+    lost = {"three": "its last turn is no longer kept", f"/save {tmp_path / 'text.state'}": "is no longer kept"}
+    for line, message in lost.items():
         status, text, notes = talk(str(run.folder), "one", "/fork", "two", "/switch 1", line, flags=flags)
         assert status == 2
         assert text.count("\n") == 2
-        assert "the last answer of this branch is no longer in memory" in notes
-
-
-def test_a_scheduler_survives_an_event_loop_that_closes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.new_event_loop()
-    loop.close()
-    closing = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=loop.call_soon_threadsafe)
-    monkeypatch.setattr(server.service, "_loop", closing)
-    server.service._notify([])
-
-
-def test_instructions_come_first_also_after_a_rewind() -> None:
-    sent = []
-
-    class Branch:
-        def answer(self, messages: list[dict[str, str]], write: Callable[[str], object]) -> None:
-            sent.append([message["role"] for message in messages])
-
-        def rewind(self, number: int) -> None: ...
-
-        def stop(self) -> None: ...
-
-        def fork(self) -> "Branch":
-            return self
-
-    talk = chat._Talk([Branch()], "Answer in rhymes.")
-    for line in ("/fork", "one", "/switch 1", "one", "two", "/rewind", "two", "/rewind 2", "one"):
-        talk.command(*line.split()) if line.startswith("/") else talk.say(line)
-    first, later = ["system", "user"], ["user"]
-    assert sent == [first, first, later, later, first]
+        assert message in notes

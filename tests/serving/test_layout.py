@@ -16,13 +16,12 @@ from multilin.data.files import Document
 from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
-from multilin.inference.settings import GenerationSettings
 from multilin.inference.text import TextCodec
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
 from multilin.serving.layout import PlainLayout, TemplateLayout, open_layout
-from multilin.serving.local_chat import LocalChat
-from multilin.serving.turns import NOBODY, Turn
+from multilin.serving.sessions import NOBODY
+from multilin.serving.turns import Turn
 from tests.serving.conftest import Start
 from tests.serving.engines import Script
 
@@ -199,16 +198,6 @@ def test_messages_without_control_tokens_are_read_as_by_the_tokenizer(kind: str)
     assert layout.token_ids(talk, None) == [codec.end_id, *expected]
 
 
-def test_text_that_spells_a_control_token_is_read_like_other_text() -> None:
-    codec, layout = layout_of(byte(True), "m.content")
-    ids = layout.token_ids([{"role": "user", "content": "a<|end|>é"}], None)
-    assert (
-        codec.tokenizer.decode(ids, skip_special_tokens=False)
-        == "</s><|start|>user\na<|end|>é<|end|>\n<|start|>assistant\n"
-    )
-    assert [codec.tokenizer.id_to_token(token) for token in codec.encode("<|end|>")] == list("<|end|>")
-
-
 def test_an_answer_keeps_tokens_that_are_not_special_and_ends_at_one() -> None:
     """As its model writes them: `<think>` is one token in most reasoning models, and not special."""
     tokenizer = byte(False)
@@ -288,11 +277,9 @@ def test_no_way_to_chat_makes_control_tokens_of_messages(start: Start, run: Run,
         (first := server.post("/v1/responses", input=user["content"], max_output_tokens=1)["id"]),
         server.post("/v1/responses", input=[user], instructions=end, previous_response_id=first)["id"],
     ]
-    talk = LocalChat.begin(service, GenerationSettings(temperature=0, max_new_tokens=1))
-    talk.answer([user], lambda _: None)
-    turns = [service.turns.peek(NOBODY, turn_id) for turn_id in [*ids, *talk._session.turns]]
+    turns = [service.turns.peek(NOBODY, turn_id) for turn_id in ids]
     prompts = [turn.token_ids if turn else [] for turn in turns]
-    assert [prompt.count(codec.end_id) for prompt in prompts] == [2, 2, 4, 2, 5, 2]
+    assert [prompt.count(codec.end_id) for prompt in prompts] == [2, 2, 4, 2, 5]
 
 
 def test_an_answer_ends_where_the_template_ends_it(start: Start, run: Run, codec: TextCodec) -> None:

@@ -119,19 +119,6 @@ def test_a_signal_lets_streams_end(launch: Launch) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.slow
-def test_two_processes_on_one_folder_continue_each_others_sessions(launch: Launch, tmp_path: Path) -> None:
-    urls = [launch("--sessions", str(tmp_path))[0] for _ in range(2)]
-    session, own = (post(f"{urls[0]}/v1/sessions")["id"] for _ in range(2))
-    for number in range(8):
-        body = {"prompt": f"turn {number}", "max_tokens": 5, "seed": number}
-        texts = [
-            post(f"{url}/v1/completions", **body, session=name)["choices"][0]["text"]
-            for url, name in ((urls[0], own), (urls[number % 2], session))
-        ]
-        assert texts[0] == texts[1]
-
-
 VALUES = [
     None, True, -1, 0, 10**30, 1.5, float("inf"), "", "x" * 5000, "\ud800", "\0", "ü😀", [], [[]], {}, {"a": []},
     [1, "a"], [None] * 9, {"role": "user"}, [{"role": "user", "content": None}], "turn_" + "a" * 22, "../../etc/passwd",

@@ -11,17 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from multilin.errors import InputError
 from multilin.files import partial_path
 from multilin.inference.text import TextCodec
 from multilin.serving import sessions
-from multilin.serving.folder import Folder
 from multilin.serving.generation import Generation
 from multilin.serving.jobs import Job
+from multilin.serving.sessions import NOBODY, Folder, new_id
 from multilin.serving.settings import ServeLimits
-from multilin.serving.turns import NOBODY, Turn, TurnStore, new_id
+from multilin.serving.turns import Turn, TurnStore
 from multilin.settings import load_settings
 from tests.serving.conftest import Server, Start, until
 
@@ -298,31 +297,6 @@ def test_a_damaged_turn_hides_no_other(start: Start, tmp_path: Path) -> None:
     assert [turn["kept"] for turn in found] == [True, False]
     again.post(f"/v1/sessions/{session}/rewind", turns=1)
     assert add(again, session, "three")
-
-
-def test_a_store_whose_network_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.data.store.FIRST_WAIT", 0.0)
-    failed = set[str]()
-
-    def fail_once(name: str) -> None:
-        call = getattr(MemoryFileSystem, name)
-
-        def flaky(*arguments: Any, **options: Any) -> Any:
-            if name not in failed:
-                failed.add(name)
-                raise ConnectionError("the network is away")
-            return call(*arguments, **options)
-
-        monkeypatch.setattr(MemoryFileSystem, name, flaky)
-
-    fail_once("pipe_file"), fail_once("cat_file"), fail_once("find"), fail_once("rm_file")
-    folder = Folder()
-    folder.write("turn_abc.json", b"{}")
-    assert folder.read("turn_abc.json") == b"{}"
-    assert folder.sizes("turn_") == {"turn_abc.json": 2}
-    folder.remove("turn_abc.json")
-    assert folder.sizes("turn_") == {}
-    assert failed == {"pipe_file", "cat_file", "find", "rm_file"}
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,8 +22,7 @@ from multilin.settings.bounds import Name, PathText, Prose
 from multilin.settings.inputs import read_bytes
 
 if TYPE_CHECKING:
-    from multilin.serving.local_chat import LocalChat
-    from multilin.serving.remote_chat import RemoteChat
+    from multilin.serving.conversation import Conversation
 
 LARGEST_STATE = 2**30
 HELP = """\
@@ -53,11 +54,13 @@ def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
     """
     state = _check(arguments, settings)
     with _opened(arguments, settings, state) as first:
-        _talk(_Talk([first], arguments.system, begins_with_state=state is not None))
+        talk = _Talk([first], arguments.system, begins_with_state=state is not None)
+        _talk(talk, is_kept=_is_address(arguments.target))
 
 
-def _talk(talk: "_Talk") -> None:
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+def _talk(talk: "_Talk", *, is_kept: bool) -> None:
+    """Answer the lines of stdin; a conversation that is kept, by a server, is named at the end."""
+    is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("multilin: /help lists commands, Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
     try:
@@ -73,9 +76,8 @@ def _talk(talk: "_Talk") -> None:
                     raise
                 print(f"multilin: {error}", file=sys.stderr)
     finally:
-        session = getattr(talk.current, "session", None)
-        if session is not None and (any(talk.answers) or talk.begins_with_state):
-            print(f"multilin: go on with --session {session}", file=sys.stderr)
+        if is_kept and (any(talk.answers) or talk.begins_with_state):
+            print(f"multilin: go on with --session {talk.current.session}", file=sys.stderr)
 
 
 @dataclass
@@ -88,14 +90,14 @@ class _Talk:
     begins_with_state: whether the first turn came from a file, which is no answer to drop.
     """
 
-    branches: "list[LocalChat | RemoteChat]"
+    branches: "list[Conversation]"
     system: str | None
     answers: list[int] = field(default_factory=lambda: [0])
     place: int = 0
     begins_with_state: bool = False
 
     @property
-    def current(self) -> "LocalChat | RemoteChat":
+    def current(self) -> "Conversation":
         """The branch that is continued."""
         return self.branches[self.place]
 
@@ -185,39 +187,42 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
     if state is not None and arguments.session is not None:
         raise InputError("--state: given together with --session; give one of them")
     if not _is_address(arguments.target):
-        check_installed("chat: with a folder it", "serve", "prometheus_client")
+        check_installed("chat: with a folder it", "serve", "fastapi", "uvicorn", "prometheus_client")
     return state
 
 
 @contextlib.contextmanager
-def _opened(
-    arguments: ChatArguments, settings: GenerationSettings, state: bytes | None
-) -> "Iterator[LocalChat | RemoteChat]":
-    """The first branch of a conversation; client or engine are closed when the block ends."""
-    if _is_address(arguments.target):
-        from multilin.serving.remote_chat import RemoteChat, connect
+def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes | None) -> "Iterator[Conversation]":
+    """The first branch of a conversation; the client, and the server of a folder, end with the block."""
+    from multilin.serving.conversation import Conversation, connect
 
-        key = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE) or None
-        with connect(arguments.target, key) as client:
-            yield RemoteChat.begin(client, settings, state, arguments.session)
-        return
-    folder = Path(arguments.target)
-    with open_at_once(folder, arguments.engine) as (engine, codec):
-        from multilin.serving.local_chat import LocalChat
+    with contextlib.ExitStack() as stack:
+        if _is_address(arguments.target):
+            address = arguments.target
+            key = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE) or None
+        else:
+            address, key = stack.enter_context(_serving(Path(arguments.target), arguments.engine, settings))
+        client = stack.enter_context(connect(address, key, is_local=not _is_address(arguments.target)))
+        yield Conversation.begin(client, settings, state, arguments.session)
+
+
+@contextlib.contextmanager
+def _serving(folder: Path, engine_name: EngineName, settings: GenerationSettings) -> Iterator[tuple[str, str]]:
+    """A server for a folder that ends with the block: its address, and the key that only this process knows."""
+    with open_at_once(folder, engine_name) as (engine, codec):
+        from multilin.serving.app import Server, create_app
         from multilin.serving.service import Service
 
         most = settings.max_new_tokens or DEFAULT_NEW_TOKENS
         service = Service(engine, codec, folder, None, ServeLimits(slots=1, queue=1, max_tokens=most, max_prompt=2**20))
-        try:
-            yield LocalChat.begin(service, settings, state)
-        finally:
-            service.scheduler.stop(0)
+        key = secrets.token_urlsafe(16)
+        with socket.create_server(("127.0.0.1", 0)) as listener, Server(listener) as server:
+            server.open(create_app(service, keys=[key], body_bytes=LARGEST_STATE), service)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", key
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
     """The messages: lines typed in a terminal, which can be edited, or the lines of stdin."""
-    if sys.stdin is None:
-        return
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilin.analysis.settings import ExplainSettings
-from multilin.cli.messages import load, say_next
-from multilin.cli.prompts import read_prompt
+from multilin.cli.messages import load, read_prompt, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import plural
 from multilin.files import check_folder, check_writable

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from multilin.cli.export import open_at_once
-from multilin.cli.messages import as_json, load, loading, say_next
-from multilin.cli.prompts import read_prompt
+from multilin.cli.messages import as_json, load, loading, read_prompt, say_next
 from multilin.cli.tables import make_console
 from multilin.errors import InputError, plural
 from multilin.files import beside, check_folder, check_writable

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import multilin
@@ -22,12 +21,11 @@ from multilin.cli.compare import compare
 from multilin.cli.demo import demo
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
-from multilin.cli.export import export
+from multilin.cli.export import export, publish
 from multilin.cli.inference import convert, generate, merge, rollout
 from multilin.cli.info import doctor, info
 from multilin.cli.messages import is_main_process, plain_warnings
 from multilin.cli.plan import plan
-from multilin.cli.publish import publish
 from multilin.cli.serve import serve
 from multilin.cli.text import prepare, tokenizer_show, tokenizer_train
 from multilin.cli.train import train
@@ -55,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # as a program, which removes what it has half written also when it is ended by SIGTERM
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         sys.unraisablehook = _repeat_signal
-    if sys.stderr is None:  # closed by the shell, 2>&-
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    # Those that the shell closed, as by 2>&-.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
     if sys.stdout is None:
         return _fail("stdout is closed; redirect it to a file, or to /dev/null", FAILED)
     if isinstance(sys.stdout, io.TextIOWrapper):

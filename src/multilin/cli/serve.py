@@ -1,17 +1,19 @@
 """The verb that serves a model over HTTP."""
 
+import contextlib
 import functools
-import ipaddress
 import re
 import socket
 from pathlib import Path
+
+from pydantic_core import Url
 
 from multilin.cli.export import open_engine
 from multilin.cli.messages import check_installed, load
 from multilin.errors import InputError, shown
 from multilin.inference.settings import EngineName
 from multilin.runs.files import is_export
-from multilin.serving.settings import ServeLimits, num_bytes, split_keys
+from multilin.serving.settings import ServeLimits, split_keys
 from multilin.settings import settings
 from multilin.settings.bounds import Name, PathText, Port
 
@@ -33,7 +35,6 @@ class ServeArguments:
 def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
     """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
     keys = _check(arguments)
-    num_bytes("--memory", limits.memory), num_bytes("--disk", limits.disk)
     origins = [] if arguments.cors is None else [_origin(text.strip()) for text in arguments.cors.split(",")]
     folder = Path(arguments.run)
     with _listen(arguments) as listener:
@@ -71,22 +72,14 @@ def _origin(text: str) -> str:
     """The origin of a page as browsers send it, in lower case and without the usual port; `*` is any."""
     if text == "*":
         return text
-    refusal = InputError(
+    with contextlib.suppress(ValueError):
+        origin = str(Url(text.lower())).removesuffix("/")
+        if re.fullmatch(r"[a-z][a-z0-9+.-]*://(\w[\w.-]*|\[[0-9a-f:.]+\])(:[0-9]+)?", origin, re.ASCII):
+            return origin
+    raise InputError(
         f"--cors: {shown(text)} given, but it should be an origin such as https://example.org or "
         "http://localhost:3000, with a scheme and without a path, or * for any"
     )
-    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(\w[\w.-]*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?", text.lower(), re.ASCII)
-    if match is None:
-        raise refusal
-    scheme, host, port = match.groups("")
-    if port == {"http": ":80", "https": ":443"}.get(scheme):
-        port = ""
-    if host.startswith("["):
-        try:
-            host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
-        except ValueError:
-            raise refusal from None
-    return f"{scheme}://{host}{port}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -38,7 +38,7 @@ MOST_CONNECTIONS = 4096
 
 def create_app(
     service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), is_loopback: bool = False,
-    load_run: "Callable[[], Run] | None" = None,
+    load_run: "Callable[[], Run] | None" = None, body_bytes: int = 2**24,
 ) -> ASGIApp:  # fmt: skip
     """The ASGI application.
 
@@ -48,6 +48,7 @@ def create_app(
         origins: origins of other pages that may call the server.
         is_loopback: answer only requests whose Host header names this machine, and only pages from here or `origins`.
         load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export, which has none.
+        body_bytes: the largest body of a request.
     """
     app = FastAPI(title="multilin", version=multilin.__version__, docs_url=None, redoc_url=None)
     app.state.service, app.state.readings = service, Readings(load_run)
@@ -55,7 +56,7 @@ def create_app(
         app.include_router(router)
     for kind in (RequestValidationError, HTTPException, ApiError, InputError, Exception):
         app.add_exception_handler(kind, _refuse)
-    guarded: ASGIApp = Guard(app, service.metrics, keys, origins, is_loopback=is_loopback)
+    guarded: ASGIApp = Guard(app, service.metrics, keys, origins, body_bytes, is_loopback=is_loopback)
     if origins:
         guarded = CORSMiddleware(guarded, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     return guarded

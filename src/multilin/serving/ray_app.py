@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from multilin.errors import InputError
 from multilin.runs.files import is_export
-from multilin.serving.settings import KEY_VARIABLE, ServeLimits, num_bytes, split_keys
+from multilin.serving.settings import KEY_VARIABLE, ServeLimits, split_keys
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import Count, Name, PathText
 
@@ -46,7 +46,6 @@ def app(values: Mapping[str, Any]) -> "Application":
     own = {field.name for field in dataclasses.fields(RayArguments)}
     arguments = load_settings(RayArguments, {name: value for name, value in values.items() if name in own})
     limits = load_settings(ServeLimits, {name: value for name, value in values.items() if name not in own})
-    num_bytes("memory", limits.memory), num_bytes("disk", limits.disk)
     if limits.sessions is None and arguments.replicas > 1:
         raise InputError(
             "sessions: none given, but several replicas need a folder or an address that all of them reach"

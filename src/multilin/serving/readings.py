@@ -1,24 +1,19 @@
 """The weights of the model's layers on the text of a turn, as `multilin explain` shows them, computed on demand."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multilin.errors import InputError, plural
-from multilin.serving.errors import too_busy
 from multilin.serving.turns import Turn
 
 if TYPE_CHECKING:
     from multilin.runs.load import Run
 
 MOST_TOKENS = 512  # of a text, its last ones; the pairs of tokens grow with the square
-MOST_KEPT = 4  # turns whose weights are kept
-MOST_WAITING = 8  # requests
 DIGITS = 4
 Json = dict[str, Any]
 
@@ -26,7 +21,8 @@ Json = dict[str, Any]
 class Readings:
     """The weights with which each token of a turn's text reads the tokens before it.
 
-    A thread of its own loads the PyTorch model at the first request, and answers one request after the other.
+    The PyTorch model is loaded at the first request, and requests are answered one after the other. The weights of the
+    last turn are kept, whose steps are asked for one by one.
 
     Args:
         load: loads the model; None for an export, which has no weights to show.
@@ -35,32 +31,21 @@ class Readings:
     def __init__(self, load: "Callable[[], Run] | None") -> None:
         self._load = load
         self._run: Run | None = None
-        self._kept: OrderedDict[str, tuple[Json, list[NDArray[np.float32]]]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="multilin-readings")
-        self._places = threading.BoundedSemaphore(MOST_WAITING)
+        self._last: tuple[Json, list[NDArray[np.float32]]] | None = None
+        self._lock = threading.Lock()
 
     def get(self, turn: Turn, step: int) -> Json:
         """Wait for the weights of a step of the model in which positions are mixed; step 0 is the mean of several.
 
         Raises:
-            ApiError: too many requests wait.
             InputError: a model that has no weights to show, or no such step.
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
-        if not self._places.acquire(blocking=False):
-            raise too_busy()
-        try:
-            return self._thread.submit(self._get, turn, step).result()
-        finally:
-            self._places.release()
-
-    def _get(self, turn: Turn, step: int) -> Json:
-        if turn.id not in self._kept:
-            self._kept[turn.id] = self._explain(turn)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        about, weights = self._kept[turn.id]
+        with self._lock:
+            if self._last is None or self._last[0]["turn"] != turn.id:
+                self._last = self._explain(turn)
+            about, weights = self._last
         if step >= len(weights):
             raise InputError(f"step: {step} given, but this model has {plural(len(weights), 'step')}, from 0 on")
         rows = [

@@ -16,15 +16,13 @@ from multilin.inference.generate import check_settings, count_new_tokens
 from multilin.inference.state_file import pack_state, unpack_state
 from multilin.inference.text import TextCodec
 from multilin.serving.errors import NOT_FOUND, ApiError
-from multilin.serving.folder import Folder
-from multilin.serving.generation import Ask, Generation, Prompt
+from multilin.serving.generation import Ask, Generation, Metrics, Prompt
 from multilin.serving.jobs import End, Job
 from multilin.serving.layout import Messages, open_layout
-from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
-from multilin.serving.sessions import Session, SessionStore
+from multilin.serving.sessions import Folder, Session, SessionStore, new_id
 from multilin.serving.settings import ServeLimits, num_bytes
-from multilin.serving.turns import Turn, TurnStore, new_id
+from multilin.serving.turns import Turn, TurnStore
 
 Answer = Callable[[Generation], dict[str, Any]]
 log = logging.getLogger("multilin.serve")
@@ -48,7 +46,7 @@ class Service:
         self.name, self.layout = name or folder.resolve().name, open_layout(codec, folder)
         store = None if limits.sessions is None else Folder(f"{limits.sessions}/{self.owner.hash[:16]}")
         seconds = None if limits.keep_days is None else limits.keep_days * 86400
-        self.turns = TurnStore(store, num_bytes("memory", limits.memory), num_bytes("disk", limits.disk), seconds)
+        self.turns = TurnStore(store, num_bytes(limits.memory), num_bytes(limits.disk), seconds)
         self.sessions, self.created = SessionStore(store), int(time.time())
         self.busy: dict[str, Generation | None] = {}
         self._claiming = threading.Lock()

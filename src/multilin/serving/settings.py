@@ -4,13 +4,29 @@ import os
 from typing import Annotated
 
 from annotated_types import MaxLen
+from pydantic import AfterValidator
 
-from multilin.errors import InputError
 from multilin.settings import settings
 from multilin.settings.bounds import Amount, Count, Length, PathText
 
-Bytes = Annotated[str, MaxLen(20)]
 KEY_VARIABLE = "MULTILIN_API_KEY"
+
+
+def num_bytes(text: str) -> int:
+    """The number of bytes that a text such as 500MB gives."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    number, unit = text[:-2].strip(), text[-2:].upper()
+    if unit not in units or not number.replace(".", "", 1).isdecimal():
+        raise ValueError(f"{text!r} given, but it should be a size such as 500MB or 2GB")
+    return int(float(number) * units[unit])
+
+
+def _check_size(text: str) -> str:
+    num_bytes(text)
+    return text
+
+
+Bytes = Annotated[str, MaxLen(20), AfterValidator(_check_size)]
 
 
 @settings
@@ -31,12 +47,3 @@ def split_keys(text: str | None) -> list[str]:
     """The API keys in a text, separated by commas; None takes them from the environment."""
     given = os.environ.get(KEY_VARIABLE, "") if text is None else text
     return [key.strip() for key in given.split(",") if key.strip()]
-
-
-def num_bytes(name: str, text: str) -> int:
-    """The number of bytes that a text such as 500MB gives; `name` is the setting, for the message."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    number, unit = text[:-2].strip(), text[-2:].upper()
-    if unit not in units or not number.replace(".", "", 1).isdecimal():
-        raise InputError(f"{name}: {text!r} given, but it should be a size such as 500MB or 2GB")
-    return int(float(number) * units[unit])

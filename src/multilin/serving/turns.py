@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -15,23 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from multilin.errors import InputError
-from multilin.serving.folder import Folder
+from multilin.serving.sessions import Folder, is_id
 
-NOBODY = "0" * 16  # owner of all turns where there are no keys
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
 LEFTOVER = 3600.0  # seconds after which an unfinished file, or a state without its turn, is not being written
 log = logging.getLogger("multilin.serve")
-
-
-def new_id(kind: str) -> str:
-    """An id that cannot be guessed: turn_ or session_ and 128 random bits."""
-    return f"{kind}_{secrets.token_urlsafe(16)}"
-
-
-def is_id(kind: str, text: str) -> bool:
-    """True if a text has the form of `new_id(kind)`."""
-    return re.fullmatch(rf"{kind}_[A-Za-z0-9_-]{{22}}", text) is not None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ Window from a dictionary (a YAML section, a part of config.json), `dataclasses.a
 import dataclasses
 import functools
 import inspect
-import io
-import tokenize
+import re
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
@@ -45,21 +44,8 @@ def field_help(cls: type) -> dict[str, str]:
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            comments |= _comments_in(inspect.getsource(base))
+            comments |= dict(re.findall(r"^\s+(\w+): .*  # (.+)$", inspect.getsource(base), re.MULTILINE))
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
-
-
-def _comments_in(source: str) -> dict[str, str]:
-    comments: dict[str, str] = {}
-    line_start = None
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.NAME and line_start is None:
-            line_start = token.string
-        elif token.type == tokenize.COMMENT and line_start is not None:
-            comments.setdefault(line_start, token.string.lstrip("# "))
-        elif token.type in (tokenize.NEWLINE, tokenize.NL):
-            line_start = None
-    return comments
 
 
 def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = "") -> SettingsT:

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from multilin.serving.api import page
 from multilin.serving.api.streams import error_response
 from multilin.serving.errors import ApiError, as_api_error
-from multilin.serving.metrics import Metrics
-from multilin.serving.turns import NOBODY
+from multilin.serving.generation import Metrics
+from multilin.serving.sessions import NOBODY
 
-BODY_BYTES, BODY_SECONDS = 2**24, 30.0  # of a body: the most, and the time for it to arrive
+BODY_SECONDS = 30.0  # for a body to arrive
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/health", *page.PATHS)
 
@@ -28,14 +28,17 @@ class Guard:
         metrics: counts the answers.
         keys: a request must have one of these; with none, everybody is let in.
         origins: of other pages that may make requests; `*` is any.
+        body_bytes: the largest body.
         is_loopback: refuse requests whose Host header does not name this machine, and those of other pages. Another
             site could make them from a browser here, the former with a domain of its own for this address.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], origins: Sequence[str], *, is_loopback: bool
-    ) -> None:
+        self, app: ASGIApp, metrics: Metrics, keys: Sequence[str], origins: Sequence[str], body_bytes: int,
+        *, is_loopback: bool,
+    ) -> None:  # fmt: skip
         self.app, self.metrics, self.origins, self.is_loopback = app, metrics, origins, is_loopback
+        self.body_bytes = body_bytes
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,10 +90,10 @@ class Guard:
         """`receive` with a limit on the size and the time of the body."""
         deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         too_large = ApiError(
-            413, f"body: too large; this server takes at most {BODY_BYTES} bytes", None, "body_too_large"
+            413, f"body: too large; this server takes at most {self.body_bytes} bytes", None, "body_too_large"
         )
         announced = connection.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > BODY_BYTES:
+        if announced.isdigit() and int(announced) > self.body_bytes:
             raise too_large
         num_bytes, is_complete = 0, False
 
@@ -105,7 +108,7 @@ class Guard:
                 raise ApiError(408, f"body: not complete after {BODY_SECONDS:g} seconds") from None
             num_bytes += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
-            if num_bytes > BODY_BYTES:
+            if num_bytes > self.body_bytes:
                 raise too_large
             return message
 

@@ -216,7 +216,12 @@ def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Se
     if session_id is None:
         return None, None
     session = find_session(service, owner, session_id)
-    return session, find_turn(service, owner, session.turns[-1], "session") if session.turns else None
+    before = service.turns.peek(owner, session.turns[-1]) if session.turns else None
+    if session.turns and before is None:
+        raise ApiError(
+            404, "session: its last turn is no longer kept; go on with another session", "session", NOT_FOUND
+        )
+    return session, before
 
 
 def _model(service: Service) -> Json:

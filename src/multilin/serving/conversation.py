@@ -17,8 +17,8 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a server that generates 
 Json = dict[str, Any]
 
 
-class RemoteChat:
-    """A branch of a conversation: a session of a server.
+class Conversation:
+    """A branch of a conversation, which is a session of a server.
 
     Args:
         client: connection to the server, see `connect`.
@@ -33,7 +33,7 @@ class RemoteChat:
     @classmethod
     def begin(
         cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
-    ) -> "RemoteChat":
+    ) -> "Conversation":
         """A new session, one that goes on from the content of a state file, or one that exists.
 
         Raises:
@@ -79,10 +79,10 @@ class RemoteChat:
         with contextlib.suppress(InputError):  # the answer itself will say so
             _call(self._client, "POST", f"/v1/sessions/{self.session}/stop")
 
-    def fork(self) -> "RemoteChat":
+    def fork(self) -> "Conversation":
         """Another branch that begins as a copy of this one."""
         identity = _call(self._client, "POST", f"/v1/sessions/{self.session}/fork", json={})
-        return RemoteChat(self._client, self._settings, identity)
+        return Conversation(self._client, self._settings, identity)
 
     def rewind(self, num_turns: int) -> None:
         """Drop the last answers and their messages.
@@ -101,17 +101,19 @@ class RemoteChat:
         return _request(self._client, "GET", f"/v1/sessions/{self.session}/state").content
 
 
-def connect(address: str, key: str | None) -> httpx.Client:
+def connect(address: str, key: str | None, *, is_local: bool = False) -> httpx.Client:
     """A client of a server.
 
     Raises:
         InputError: no address of a server.
     """
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    # A server in this process is not reached by way of a proxy.
+    transport = httpx.HTTPTransport() if is_local else None
     try:
         return httpx.Client(
             base_url=address.rstrip("/").removesuffix("/v1"), headers=headers, timeout=TIMEOUT,
-            event_hooks={"response": [_check_status]},
+            event_hooks={"response": [_check_status]}, transport=transport,
         )  # fmt: skip
     except (httpx.InvalidURL, ValueError) as error:
         raise InputError(f"target: {shown(address)} is no address of a server ({error})") from None

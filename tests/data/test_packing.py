@@ -1,7 +1,6 @@
 """Documents become one row of tokens with nothing lost, and blocks that predict every token exactly once."""
 
 import itertools
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import read_documents
 from multilin.data.files import Document
-from multilin.data.packed_text import Blocks, PackedText
-from multilin.data.packing import pack
+from multilin.data.packed_text import Blocks, PackedText, pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 
@@ -56,7 +54,7 @@ def test_every_document_comes_back_exactly(packed: PackedText, tokenizer: PreTra
 def test_batches_and_pieces_leave_no_trace(
     packed: PackedText, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multilin.data.packing.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("multilin.data.packed_text.BATCH_CHARACTERS", 20)
     monkeypatch.setattr("multilin.data.encoding.PIECE_CHARACTERS", 7)
     seen: list[int] = []
     again = pack(
@@ -108,13 +106,6 @@ def test_bytes_of_any_span_are_those_of_its_tokens(packed: PackedText) -> None:
     assert sum(count_bytes(packed, a, b) for a, b in itertools.pairwise(places)) == packed.num_bytes
     start, stop = packed.document_starts[2], packed.document_starts[3]
     assert count_bytes(packed, start, stop) == len(TEXTS[2].encode())
-
-
-def test_a_worker_process_maps_the_file_itself(packed: PackedText) -> None:
-    blocks = Blocks(packed, 7)
-    sent = pickle.dumps(blocks)
-    assert len(sent) < 500
-    assert torch.equal(pickle.loads(sent)[1]["input_ids"], blocks[1]["input_ids"])
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="open files are counted there")

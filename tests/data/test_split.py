@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from multilin.data.files import Document
-from multilin.data.packing import text_hash
 from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.data.split import TRAIN, VALIDATION, Census, Split, split_document
+from multilin.data.split import TRAIN, VALIDATION, Census, Split, split_document, text_hash
 from multilin.errors import InputError
 
 KINDS = {

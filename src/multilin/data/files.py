@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from multilin.data.chat import CHAT_FIELDS, Message, read_messages
 from multilin.errors import InputError, nearest, plural, shorten, shown
-from multilin.settings.inputs import MEGABYTE, check_encoding, check_regular, unrepeated
+from multilin.settings.inputs import MEGABYTE, check_encoding, unrepeated
 
 if TYPE_CHECKING:
     from pyarrow import DataType
@@ -26,7 +25,7 @@ _WHOLE = (".txt", ".md")  # one document each
 COMPRESSIONS = (".gz", ".zst")
 SUPPORTED = f"{' '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
 
-LONGEST_WORD, _SPACE = 2**23, re.compile(r"\s")
+LONGEST_WORD = 2**23
 LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory at once
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # compressed text expands about tenfold
 
@@ -50,25 +49,6 @@ def file_format(path: Path) -> str | None:
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
-
-
-def check_file(path: Path) -> None:
-    """Refuse, before it is opened, a file that is no regular file, or that is one text of too many bytes.
-
-    Raises:
-        InputError: see `read_file`.
-    """
-    check_regular(path, "")
-    if path.suffix.lower() in _WHOLE:
-        _check_document(path, path.stat().st_size)
-
-
-def _check_document(path: Path, size: int) -> None:
-    if size > LARGEST_DOCUMENT:
-        raise InputError(
-            f"{shorten(str(path))}: more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document; split it, or make it "
-            "lines of .jsonl"
-        )
 
 
 def read_file(
@@ -95,7 +75,9 @@ def read_file(
             check_encoding(stream.peek(), shorten(str(path)))
         if suffix in _WHOLE:
             content = stream.read(LARGEST_DOCUMENT + 1)
-            _check_document(path, len(content))
+            if len(content) > LARGEST_DOCUMENT:
+                size = f"more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document"
+                raise InputError(f"{shorten(str(path))}: {size}; split it, or make it lines of .jsonl")
             text = _decode(content, path, 0, encoding_errors).removeprefix("\ufeff")  # a byte-order mark
             _check_words(text, str(path))
             yield Document(name, text)
@@ -161,16 +143,13 @@ def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str
 
 def _check_words(text: str, where: str) -> None:
     """Refuse very long words: a tokenizer takes a hundred bytes of memory for each character of a word."""
-    if len(text) <= LONGEST_WORD:
-        return
-    length = 0  # of the word so far
-    for start in range(0, len(text), LONGEST_WORD):
-        piece = text[start : start + LONGEST_WORD]
-        space = _SPACE.search(piece)
-        if length + (space.start() if space else len(piece)) > LONGEST_WORD:
-            raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")
+    start = 0  # of a word
+    while len(text) - start > LONGEST_WORD:
+        piece = text[start : start + LONGEST_WORD + 1]
         last = "" if piece[-1].isspace() else piece.rsplit(maxsplit=1)[-1]
-        length = len(last) if space else length + len(piece)
+        if len(last) == len(piece):
+            raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")
+        start += len(piece) - len(last)
 
 
 @contextmanager

@@ -9,14 +9,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.corpora import read_documents
 from multilin.data.files import Document
 from multilin.data.packed_text import Blocks, PackedText, pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 
 TEXTS = ["One short text.\n", "", "Zwei: naïve 你好 😀 <|endoftext|>", "x", "And the cat sat on the mat.\n" * 9]
-BOOKS = Path(__file__).parents[3] / "shared" / "data" / "books" / "valid"
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +184,3 @@ def test_damaged_packings_are_refused(tokenizer: PreTrainedTokenizerFast, tmp_pa
     index.write_bytes(index.read_bytes()[:20])
     with pytest.raises(InputError, match="damaged packed text"):
         PackedText.open(again.folder)
-
-
-@pytest.mark.skipif(not BOOKS.exists(), reason="needs the books corpus")
-def test_real_books_come_back_exactly(tmp_path: Path) -> None:
-    documents = list(read_documents(str(BOOKS)))[:3]
-    tokenizer = train_tokenizer((document.text for document in documents), "bpe", 2000)
-    packed = pack(documents, tokenizer, tmp_path / "text")
-    assert decoded(packed, tokenizer) == [document.text for document in documents]
-    assert packed.description.counted_bytes == packed.num_bytes
-    assert packed.num_bytes / packed.num_tokens > 2.5

@@ -230,9 +230,3 @@ def test_bad_settings_are_refused_and_leave_nothing(
     with pytest.raises(InputError, match=message):
         prepare(options.pop("source", corpus), tmp_path / "cache", **options)
     assert not (tmp_path / "cache").exists() or entries(tmp_path / "cache") == []
-
-
-def test_a_cache_that_cannot_be_written_is_named(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"the data cache .*file/cache cannot be written \(Not a directory\)"):
-        prepare(corpus, tmp_path / "file" / "cache")

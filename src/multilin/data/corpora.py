@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
-MOST_FILES = 1_000_000
 PART_BYTES = 2**26
 """Bytes of files in a part, if the source can be cut there."""
 _HUB_PREFIX = "hub:"
@@ -215,11 +214,11 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     Other files are passed over, with a warning.
 
     Raises:
-        InputError: there are no files or too many, or one is no regular file or cannot be found.
+        InputError: there are no files, or one is no regular file or cannot be found.
     """
     path = Path(source)
     if path.is_dir():
-        root, candidates = path, _few(_matching(path, ("**", "*")), source)
+        root, candidates = path, list(_matching(path, ("**", "*")))
     elif path.exists():
         if file_format(path) is None:
             raise InputError(f"{shown(source)} is not a supported file; supported are {SUPPORTED}")
@@ -230,7 +229,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         parts = path.relative_to(root).parts
         if any("**" in part and part != "**" for part in parts):
             raise InputError(f"{shown(source)} given, but ** should be a folder of its own; give 'texts/**/*.txt'")
-        candidates = _few(_matching(root, parts), source)
+        candidates = list(_matching(root, parts))
         if not candidates:
             raise InputError(f"{shown(source)} matches no file")
     else:
@@ -290,13 +289,6 @@ def _entries(paths: Iterable[Path], part: str) -> Iterator[Path]:
             waiting.extend(path for path in below if path.is_symlink())
         else:
             yield from (path for path in entries if fnmatchcase(path.name, part))
-
-
-def _few(paths: Iterator[Path], source: str) -> list[Path]:
-    few = list(itertools.islice(paths, MOST_FILES + 1))
-    if len(few) > MOST_FILES:
-        raise InputError(f"{shown(source)} holds more than {MOST_FILES:,} files and folders; name a smaller part of it")
-    return few
 
 
 def is_hub(source: str) -> bool:

@@ -186,18 +186,14 @@ def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path) -> None:
     assert sorted(itertools.chain(*texts_of(tmp_path / "out"))) == sorted(make_texts(20))
 
 
-def test_the_files_are_the_same_for_any_number_of_processes(rows: Path, tmp_path: Path) -> None:
+def test_the_files_are_the_same_for_any_number_of_processes_and_calls(rows: Path, tmp_path: Path) -> None:
     prepare_shards(plan(rows, tmp_path / "one", kind="bpe", vocab_size=300))
     prepare_shards(plan(rows, tmp_path / "three", kind="bpe", vocab_size=300), workers=3)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "three")
-
-
-def test_a_second_call_changes_nothing(rows: Path, tmp_path: Path) -> None:
-    prepare_shards(plan(rows, tmp_path / "out"))
-    before, times = files_of(tmp_path / "out"), times_of(tmp_path / "out")
-    prepare_shards(plan(rows, tmp_path / "out"))
-    assert files_of(tmp_path / "out") == before
-    assert times_of(tmp_path / "out") == times
+    before, times = files_of(tmp_path / "one"), times_of(tmp_path / "one")
+    assert before == files_of(tmp_path / "three")
+    prepare_shards(plan(rows, tmp_path / "one", kind="bpe", vocab_size=300))
+    assert files_of(tmp_path / "one") == before
+    assert times_of(tmp_path / "one") == times
 
 
 KILLED = """
@@ -416,16 +412,13 @@ def test_damage_behind_a_link_is_found_after_the_first_check(rows: Path, tmp_pat
         open_prepared("data.source", str(out))
 
 
-def test_text_on_this_machine_needs_no_cache(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_shards(plan(rows, tmp_path / "out"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))
-    assert open_prepared("data.source", str(tmp_path / "out")).train.num_tokens > 0
-
-
-def test_a_cache_that_cannot_be_written_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named_where_it_is_needed(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for output in ("memory://text", str(tmp_path / "out")):
         prepare_shards(plan(rows, output))
     monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))
+    assert open_prepared("data.source", str(tmp_path / "out")).train.num_tokens > 0
     named = rf"the data cache {rows}/no folder/multilin/\w+ cannot be written \(Not a directory\)"
     with pytest.raises(InputError, match=named):
         open_prepared("data.source", "memory://text")

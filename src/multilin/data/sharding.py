@@ -345,12 +345,13 @@ def _pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> lis
         nonlocal done
         progress("packing", done := done + num_bytes)
 
-    if (workers := min(workers, len(missing))) <= 1:
-        packed = zip(missing, map(Packer(job, report).pack, missing), strict=True)
-    else:
-        packed = _in_processes(job, missing, workers, report)
-    for number, record in packed:
-        records[number] = record
+    if (workers := min(workers, len(missing))) > 1:
+        for number, record in _in_processes(job, missing, workers, report):
+            records[number] = record
+    elif missing:
+        packer = Packer(job, report)
+        for number in missing:
+            records[number] = packer.pack(number)
     return records
 
 

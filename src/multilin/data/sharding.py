@@ -100,9 +100,9 @@ class Job:
     is_chat: bool
     tokenizer: str = ""  # folder on this machine
 
-    def documents(self, number: int, left_out: Counter[str] | None = None) -> Iterator[Document]:
+    def documents(self, number: int, left_out: Counter[str]) -> Iterator[Document]:
         """The documents of one of the parts; see `read_part`."""
-        plan, left_out = self.settings, Counter() if left_out is None else left_out
+        plan = self.settings
         return read_part(plan.source, self.parts[number], plan.text_field, plan.encoding_errors, left_out)
 
 
@@ -240,7 +240,7 @@ def _sample(job: Job, progress: Progress) -> Iterator[str]:
     total = 0
     for number in numbers:
         room = TOKENIZER_BYTES // len(numbers)
-        for document in job.split.side(job.documents(number), TRAIN):
+        for document in job.split.side(job.documents(number, Counter()), TRAIN):
             yield document.text
             size = len(document.text.encode())
             progress("training the tokenizer", total := total + size)

@@ -18,11 +18,10 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multilin.data.files import SUPPORTED, Document, EncodingErrors, file_format, read_file, row_document
+from multilin.data.files import SUPPORTED, Document, EncodingErrors, check_file, file_format, read_file, row_document
 from multilin.data.python_library import library_files, python_docs, python_source
 from multilin.errors import InputError, as_input_error, nearest, plural, shorten, shown, warn_once
 from multilin.files import checksum
-from multilin.settings.inputs import check_regular
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -222,7 +221,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     elif path.exists():
         if file_format(path) is None:
             raise InputError(f"{shown(source)} is not a supported file; supported are {SUPPORTED}")
-        check_regular(path, "")
+        check_file(path)
         return [(path.name, path)]
     elif glob.has_magic(source):
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
@@ -245,7 +244,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         kinds = shorten(", ".join(f"{kind} ({number})" for kind, number in others.most_common()), 200)
         warn_once(f"{shown(source)}: passed over {plural(others.total(), 'file')} of other kinds: {kinds}")
     for file in supported:
-        check_regular(file, "")
+        check_file(file)
     # Of several names of a file, the last that is kept is no link if there is such a name.
     links_first = sorted(supported, key=lambda file: (file.is_symlink(), file), reverse=True)
     once = {os.path.realpath(file): file for file in links_first}.values()

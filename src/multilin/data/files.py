@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from multilin.data.chat import CHAT_FIELDS, Message, read_messages
 from multilin.errors import InputError, nearest, plural, shorten, shown
-from multilin.settings.inputs import MEGABYTE, check_encoding, unrepeated
+from multilin.settings.inputs import MEGABYTE, check_encoding, check_regular, unrepeated
 
 if TYPE_CHECKING:
     from pyarrow import DataType
@@ -51,6 +51,23 @@ def file_format(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
+def check_file(path: Path) -> None:
+    """Refuse, before it is opened, a file that is no regular file, or that is one text of too many bytes.
+
+    Raises:
+        InputError: see `read_file`.
+    """
+    check_regular(path, "")
+    if path.suffix.lower() in _WHOLE:
+        _check_document(path, path.stat().st_size)
+
+
+def _check_document(path: Path, size: int) -> None:
+    if size > LARGEST_DOCUMENT:
+        text = f"more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document"
+        raise InputError(f"{shorten(str(path))}: {text}; split it, or make it lines of .jsonl")
+
+
 def read_file(
     path: Path, name: str, text_field: str, encoding_errors: EncodingErrors, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
@@ -75,9 +92,7 @@ def read_file(
             check_encoding(stream.peek(), shorten(str(path)))
         if suffix in _WHOLE:
             content = stream.read(LARGEST_DOCUMENT + 1)
-            if len(content) > LARGEST_DOCUMENT:
-                size = f"more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document"
-                raise InputError(f"{shorten(str(path))}: {size}; split it, or make it lines of .jsonl")
+            _check_document(path, len(content))
             text = _decode(content, path, 0, encoding_errors).removeprefix("\ufeff")  # a byte-order mark
             _check_words(text, str(path))
             yield Document(name, text)

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import _results
 from benchmarks._memory import own_peak_bytes
 from multilin.data.corpora import Document, read_documents
-from multilin.data.packing import pack
+from multilin.data.packed_text import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 
 _BOOKS = Path(__file__).parents[2] / "shared" / "data" / "books" / "train"

@@ -16,8 +16,7 @@ from multilin.analysis.evaluate.breakdown import CLASSES, FEWEST_BYTES, Breakdow
 from multilin.analysis.evaluate.run import break_down_run, check_reads_any_length, read_whole
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import Document
-from multilin.data.packed_text import PackedText
-from multilin.data.packing import pack
+from multilin.data.packed_text import PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.model.factory import create_model

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from multilin.data.files import Document
-from multilin.data.packed_text import Blocks, PackedText
-from multilin.data.packing import pack
+from multilin.data.packed_text import Blocks, PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.scoring.losses import evaluate, token_losses

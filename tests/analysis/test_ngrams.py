@@ -9,8 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import Document
-from multilin.data.packed_text import PackedText
-from multilin.data.packing import pack
+from multilin.data.packed_text import PackedText, pack
 from multilin.data.prepare import prepare_text
 from multilin.data.prepared import PreparedText, open_prepared
 from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
@@ -203,11 +202,11 @@ def prepared_from(tmp_path: Path, text: str) -> PreparedText:
 
 
 def test_shards_sorted_by_kind_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.data.shard_workers.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("multilin.data.sharding.SHARD_BYTES", 30_000)
     (tmp_path / "texts").mkdir()
     for name, text in {"0": prose(30_000), "1": code(3000), "2": prose(3000, 2)}.items():
         (tmp_path / "texts" / f"{name}.txt").write_text(text)
-    monkeypatch.setattr("multilin.data.parts.PART_BYTES", 1)
+    monkeypatch.setattr("multilin.data.corpora.PART_BYTES", 1)
     prepare_shards(ShardSettings(str(tmp_path / "texts"), str(tmp_path / "out"), kind="byte", validation_fraction=0.05))
     text = open_prepared("data.source", str(tmp_path / "out"))
     assert len(list(text.train.shards)) == 3

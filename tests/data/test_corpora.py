@@ -11,9 +11,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from multilin.data.corpora import read_documents, source_fingerprint
+from multilin.data.corpora import cut_source, read_documents, source_fingerprint
 from multilin.data.files import Document
-from multilin.data.parts import cut_source
 from multilin.errors import InputError
 
 TEXTS = ["first\nline", "zweite Zeile: naïve 你好 😀", 'third,\r\nwith "quotes"']

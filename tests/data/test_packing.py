@@ -1,7 +1,6 @@
 """Documents become one row of tokens with nothing lost, and blocks that predict every token exactly once."""
 
 import itertools
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +9,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.corpora import read_documents
 from multilin.data.files import Document
-from multilin.data.packed_text import Blocks, PackedText
-from multilin.data.packing import pack
+from multilin.data.packed_text import Blocks, PackedText, pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 from multilin.errors import InputError
 
 TEXTS = ["One short text.\n", "", "Zwei: naïve 你好 😀 <|endoftext|>", "x", "And the cat sat on the mat.\n" * 9]
-BOOKS = Path(__file__).parents[3] / "shared" / "data" / "books" / "valid"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ def test_every_document_comes_back_exactly(packed: PackedText, tokenizer: PreTra
 def test_batches_and_pieces_leave_no_trace(
     packed: PackedText, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multilin.data.packing.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("multilin.data.packed_text.BATCH_CHARACTERS", 20)
     monkeypatch.setattr("multilin.data.encoding.PIECE_CHARACTERS", 7)
     seen: list[int] = []
     again = pack(
@@ -108,13 +104,6 @@ def test_bytes_of_any_span_are_those_of_its_tokens(packed: PackedText) -> None:
     assert sum(count_bytes(packed, a, b) for a, b in itertools.pairwise(places)) == packed.num_bytes
     start, stop = packed.document_starts[2], packed.document_starts[3]
     assert count_bytes(packed, start, stop) == len(TEXTS[2].encode())
-
-
-def test_a_worker_process_maps_the_file_itself(packed: PackedText) -> None:
-    blocks = Blocks(packed, 7)
-    sent = pickle.dumps(blocks)
-    assert len(sent) < 500
-    assert torch.equal(pickle.loads(sent)[1]["input_ids"], blocks[1]["input_ids"])
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="open files are counted there")
@@ -195,13 +184,3 @@ def test_damaged_packings_are_refused(tokenizer: PreTrainedTokenizerFast, tmp_pa
     index.write_bytes(index.read_bytes()[:20])
     with pytest.raises(InputError, match="damaged packed text"):
         PackedText.open(again.folder)
-
-
-@pytest.mark.skipif(not BOOKS.exists(), reason="needs the books corpus")
-def test_real_books_come_back_exactly(tmp_path: Path) -> None:
-    documents = list(read_documents(str(BOOKS)))[:3]
-    tokenizer = train_tokenizer((document.text for document in documents), "bpe", 2000)
-    packed = pack(documents, tokenizer, tmp_path / "text")
-    assert decoded(packed, tokenizer) == [document.text for document in documents]
-    assert packed.description.counted_bytes == packed.num_bytes
-    assert packed.num_bytes / packed.num_tokens > 2.5

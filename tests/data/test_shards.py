@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multilin.data import parts as parts_module
-from multilin.data import shard_workers, sharding, store
-from multilin.data.manifest import Manifest, _sum
+from multilin.data import corpora, sharding, store
+from multilin.data.corpora import cut_source, read_part
 from multilin.data.packed_text import PackedText
-from multilin.data.parts import PartReader, cut_source
 from multilin.data.prepare import prepare_text
-from multilin.data.prepared import ShardedText, open_mixture, open_prepared
+from multilin.data.prepared import Manifest, ShardedText, _sum, open_mixture, open_prepared
 from multilin.data.settings import MANIFEST, DataRecipe, ShardSettings, TokenizerRecipe
 from multilin.data.sharding import prepare_shards
 from multilin.errors import InputError
@@ -88,7 +87,7 @@ fsspec.register_implementation("remembering", Remembering)
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "FIRST_WAIT", 0.0)
-    monkeypatch.setattr(parts_module, "PART_BYTES", 4000)
+    monkeypatch.setattr(corpora, "PART_BYTES", 4000)
     yield
     for kind in (MemoryFileSystem, Flaky, ReadOnly, Remembering):
         kind.store.clear()
@@ -154,9 +153,9 @@ def test_lines_are_cut_anywhere(tmp_path_factory: Any, texts: list[str], size: i
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_bytes("\ufeff".encode() + ending.join(lines).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts_module, "PART_BYTES", size)
+        patch.setattr(corpora, "PART_BYTES", size)
         cut, _ = cut_source(str(path))
-    found = [document.text for part in cut for document in PartReader(str(path), part, "text", "strict", {})]
+    found = [document.text for part in cut for document in read_part(str(path), part, "text", "strict", Counter())]
     assert found == texts
 
 
@@ -167,7 +166,7 @@ def test_small_files_are_taken_together(tmp_path_factory: Any, sizes: list[int],
     for number, size in enumerate([1, *sizes]):
         (folder / f"{number:03}.txt").write_text("a" * size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts_module, "PART_BYTES", room)
+        patch.setattr(corpora, "PART_BYTES", room)
         parts, _ = cut_source(str(folder))
     files = [entry for part in parts for entry in part.files]
     assert [name for name, _ in files] == sorted(path.name for path in folder.iterdir())
@@ -187,51 +186,26 @@ def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path) -> None:
     assert sorted(itertools.chain(*texts_of(tmp_path / "out"))) == sorted(make_texts(20))
 
 
-@pytest.mark.parametrize("kind", ["rows", "files"])
-def test_a_reader_goes_on_at_its_position(rows: Path, tmp_path: Path, kind: str) -> None:
-    source = rows
-    if kind == "files":
-        source = tmp_path / "files"
-        source.mkdir()
-        for number, text in enumerate(make_texts(30)):
-            (source / f"{number:02}.txt").write_text(text)
-    for part in cut_source(str(source))[0]:
-        whole = [document.text for document in PartReader(str(source), part, "text", "strict", {})]
-        found, position = [], {}
-        while True:
-            reader = PartReader(str(source), part, "text", "strict", position)
-            document = next(iter(reader), None)
-            if document is None:
-                break
-            found.append(document.text)
-            position = reader.position()
-        assert found == whole
-
-
-def test_the_files_are_the_same_for_any_number_of_processes(rows: Path, tmp_path: Path) -> None:
+def test_the_files_are_the_same_for_any_number_of_processes_and_calls(rows: Path, tmp_path: Path) -> None:
     prepare_shards(plan(rows, tmp_path / "one", kind="bpe", vocab_size=300))
     prepare_shards(plan(rows, tmp_path / "three", kind="bpe", vocab_size=300), workers=3)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "three")
-
-
-def test_a_second_call_changes_nothing(rows: Path, tmp_path: Path) -> None:
-    prepare_shards(plan(rows, tmp_path / "out"))
-    before, times = files_of(tmp_path / "out"), times_of(tmp_path / "out")
-    prepare_shards(plan(rows, tmp_path / "out"))
-    assert files_of(tmp_path / "out") == before
-    assert times_of(tmp_path / "out") == times
+    before, times = files_of(tmp_path / "one"), times_of(tmp_path / "one")
+    assert before == files_of(tmp_path / "three")
+    prepare_shards(plan(rows, tmp_path / "one", kind="bpe", vocab_size=300))
+    assert files_of(tmp_path / "one") == before
+    assert times_of(tmp_path / "one") == times
 
 
 KILLED = """
 import signal
 import sys
-from multilin.data import parts
+from multilin.data import corpora
 from multilin.data.settings import ShardSettings
 from multilin.data.sharding import prepare_shards
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
-    parts.PART_BYTES = 4000
+    corpora.PART_BYTES = 4000
     settings = ShardSettings(sys.argv[1], sys.argv[2], kind="byte", validation_fraction=0.1)
     prepare_shards(settings, workers=int(sys.argv[3]))
 """
@@ -268,11 +242,11 @@ def test_a_killed_preparation_goes_on_twice(tmp_path: Path, workers: int, number
 def test_a_worker_that_is_killed_ends_the_work_in_one_sentence(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_workers, "_pack", _die)
+    monkeypatch.setattr(sharding, "_pack", _die)
     with pytest.raises(ChildProcessError, match="--workers: one of 2 processes was ended from outside"):
         prepare_shards(plan(rows, tmp_path / "out"), workers=2)
     monkeypatch.undo()
-    monkeypatch.setattr(parts_module, "PART_BYTES", 4000)
+    monkeypatch.setattr(corpora, "PART_BYTES", 4000)
     assert prepare_shards(plan(rows, tmp_path / "out")).num_documents == 200
 
 
@@ -282,7 +256,7 @@ def test_an_interruption_while_processes_begin_is_no_other_error(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shard_workers.ProcessPoolExecutor, "submit", interrupt)
+    monkeypatch.setattr(sharding.ProcessPoolExecutor, "submit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare_shards(plan(rows, tmp_path / "out"), workers=2)
 
@@ -300,7 +274,7 @@ def _die(number: int) -> None:
 def test_a_long_part_becomes_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "rows.csv"
     source.write_text("text\n" + "".join(f'"{text}"\n' for text in make_texts()))
-    monkeypatch.setattr(shard_workers, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(sharding, "SHARD_BYTES", 3000)
     manifest = prepare_shards(plan(source, tmp_path / "out"))
     assert len(manifest.train) > 5
     train, validation = texts_of(tmp_path / "out")
@@ -311,7 +285,6 @@ def test_a_long_part_becomes_several_shards(tmp_path: Path, monkeypatch: pytest.
 def test_a_hub_dataset_is_streamed_and_resumed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    """Streams of `datasets` 5.0.0 forgot their place at the second resume."""
     folder = tmp_path / "dataset"
     folder.mkdir()
     for number in range(2):
@@ -323,7 +296,7 @@ def test_a_hub_dataset_is_streamed_and_resumed_twice(
             import pyarrow.parquet
 
             pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / f"{number}.parquet", row_group_size=17)
-    monkeypatch.setattr(shard_workers, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(sharding, "SHARD_BYTES", 2000)
     settings = plan(f"hub:{folder}", tmp_path / "out")
     with monkeypatch.context() as patch:
         for _ in range(3):
@@ -338,7 +311,7 @@ def test_a_hub_dataset_is_streamed_and_resumed_twice(
 
 
 def _interrupt_after(patch: pytest.MonkeyPatch, *, shards: int) -> None:
-    write, left = shard_workers.PartRecord.write, [shards]
+    write, left = sharding.PartRecord.write, [shards]
     patch.undo()
 
     def stop(record: Any, *arguments: Any) -> None:
@@ -347,7 +320,7 @@ def _interrupt_after(patch: pytest.MonkeyPatch, *, shards: int) -> None:
         left[0] -= 1
         write(record, *arguments)
 
-    patch.setattr(shard_workers.PartRecord, "write", stop)
+    patch.setattr(sharding.PartRecord, "write", stop)
 
 
 @pytest.mark.parametrize("address", ["memory://text", "file://{}/text", "flaky://text"])
@@ -439,16 +412,13 @@ def test_damage_behind_a_link_is_found_after_the_first_check(rows: Path, tmp_pat
         open_prepared("data.source", str(out))
 
 
-def test_text_on_this_machine_needs_no_cache(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_shards(plan(rows, tmp_path / "out"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))
-    assert open_prepared("data.source", str(tmp_path / "out")).train.num_tokens > 0
-
-
-def test_a_cache_that_cannot_be_written_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named_where_it_is_needed(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for output in ("memory://text", str(tmp_path / "out")):
         prepare_shards(plan(rows, output))
     monkeypatch.setenv("XDG_CACHE_HOME", str(rows / "no folder"))
+    assert open_prepared("data.source", str(tmp_path / "out")).train.num_tokens > 0
     named = rf"the data cache {rows}/no folder/multilin/\w+ cannot be written \(Not a directory\)"
     with pytest.raises(InputError, match=named):
         open_prepared("data.source", "memory://text")
@@ -564,21 +534,11 @@ def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None
         prepare_text(given, TokenizerRecipe())
 
 
-def test_a_text_whose_first_files_are_empty_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "SAMPLED_PARTS", 1)
-    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
-    (tmp_path / "texts").mkdir()
-    for number, text in enumerate(["", *make_texts(10)]):
-        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
-    manifest = prepare_shards(plan(tmp_path / "texts", tmp_path / "out", kind="bpe", vocab_size=280))
-    assert manifest.num_documents == 10
-
-
 def test_rows_of_null_are_counted_over_all_parts_and_interruptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [row for text in make_texts() for row in (None, text)])
-    write, calls = shard_workers.Packer._write, iter(range(7))
+    write, calls = sharding.Packer._write, iter(range(7))
 
     def interrupted(*arguments: Any) -> None:
         if next(calls, None) is None:
@@ -586,12 +546,12 @@ def test_rows_of_null_are_counted_over_all_parts_and_interruptions(
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_workers, "SHARD_BYTES", 1000)
-        patch.setattr(shard_workers.Packer, "_write", interrupted)
+        patch.setattr(sharding, "SHARD_BYTES", 1000)
+        patch.setattr(sharding.Packer, "_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare_shards(plan(rows, tmp_path / "out"))
-    position = json.loads((tmp_path / "out" / "unfinished" / "00000.json").read_text())["position"]
-    assert 0 < position["left_out"]["null"] < position["documents"]
+    record = json.loads((tmp_path / "out" / "unfinished" / "00000.json").read_text())
+    assert record["num_null"] > 0
     with pytest.warns(UserWarning, match="left out 200 rows whose text is null"):
         assert prepare_shards(plan(rows, tmp_path / "out")).num_documents == 200
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from multilin.data.files import Document
-from multilin.data.packing import text_hash
 from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.data.split import TRAIN, VALIDATION, Census, Split, split_document
+from multilin.data.split import TRAIN, VALIDATION, Census, Split, split_document, text_hash
 from multilin.errors import InputError
 
 KINDS = {
@@ -162,11 +161,7 @@ def test_both_parts_of_a_short_document_have_text(text: str) -> None:
         assert last.text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["Title\n" + "many words " * 900, "short\n" * 100 + "a long last line " * 100, "x" * 999, "a " + "y" * 999,
-     "long words " * 900 + "\nend", "x" * 9999 + "語" * 9999],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["Title\n" + "many words " * 900, "a " + "y" * 999, "x" * 9999 + "語" * 9999])
 def test_a_long_line_is_cut_itself(text: str) -> None:
     first, last = split_document(Document("a", text), 0.05)
     assert 0.04 < len(last.text.encode()) / len(text.encode()) < 0.08

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from multilin.data.packed_text import IGNORED_LABEL
-from multilin.data.task_text import task_text
-from multilin.data.tasks import BLANK, FIRST_SYMBOL, MARK, START, TASKS, Sequences, find_task
+from multilin.data.tasks import BLANK, FIRST_SYMBOL, MARK, START, TASKS, Sequences, find_task, task_text
 from multilin.errors import InputError
 
 LENGTH = 41

@@ -12,7 +12,7 @@ import pytest
 
 from multilin import InputError
 from multilin.data.files import Document
-from multilin.data.packing import pack
+from multilin.data.packed_text import pack
 from multilin.export.check import compare_export
 from multilin.export.folder import export_run
 from multilin.inference.generate import Sequence, continue_file, generate

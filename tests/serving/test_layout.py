@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from multilin import InputError
-from multilin.data.added_text import plain_tokenizer
+from multilin.data.encoding import plain_tokenizer
 from multilin.data.files import Document
-from multilin.data.packing import pack
+from multilin.data.packed_text import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
 from multilin.inference.text import TextCodec

@@ -20,7 +20,7 @@ from multilin.analysis.settings import PlanSettings
 from multilin.data.prepared import read_manifest
 from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_VOCAB_SIZE
 from multilin.data.store import Store
-from multilin.data.task_text import is_task, task_text
+from multilin.data.tasks import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
 from multilin.errors import duration
 from multilin.machine import device_name

@@ -30,7 +30,7 @@ def demo(changes: Changes) -> None:
     recipe = read_recipe(RECIPE, changes)
     with loading():
         from multilin.cli.progress import TrainingDisplay
-        from multilin.data.task_text import is_task
+        from multilin.data.tasks import is_task
         from multilin.inference.generate_run import generate_text
         from multilin.runs.load import Run
         from multilin.scoring.ngrams import NgramModel

@@ -42,7 +42,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     recipe = read_recipe(arguments.recipe, changes)
     with loading():
         from multilin.cli.progress import ExpectingDisplay
-        from multilin.data.task_text import is_task, task_text
+        from multilin.data.tasks import is_task, task_text
         from multilin.training.loop import train
         from multilin.training.run_folder import RunFolder
     with ExpectingDisplay(recipe.output) as display:

@@ -1,13 +1,18 @@
-"""Where text comes from: built-in corpora, files, folders, globs and hub datasets, read as a stream of documents."""
+"""Where text comes from: built-in corpora, files, folders, globs and hub datasets, read as a stream of documents.
+
+`cut_source` cuts a source into parts, which several processes read with `read_part`.
+"""
 
 import glob
 import hashlib
 import itertools
+import json
 import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
@@ -22,7 +27,8 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
-MOST_FILES = 1_000_000
+PART_BYTES = 2**26
+"""Bytes of files in a part, if the source can be cut there."""
 _HUB_PREFIX = "hub:"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(/[\w.-]+)?(:[^/\\]+)?")
 
@@ -110,13 +116,88 @@ def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors
     if is_built_in(source):
         yield from BUILT_IN[source]()
     elif is_hub(source):
-        *_, split = _hub_parts(source)
-        with hub_errors(source):
-            for number, row in enumerate(hub_dataset(source), start=1):
-                yield row_document(row, f"{split}:{number}", text_field, f"{source}:{number}", encoding_errors)
+        yield from _rows(hub_dataset(source), source, _hub_parts(source)[2], text_field, encoding_errors)
     else:
         for name, path in source_files(source):
             yield from read_file(path, name, text_field, encoding_errors)
+
+
+def _rows(
+    rows: "IterableDataset", source: str, kind: str, text_field: str, encoding_errors: EncodingErrors
+) -> Iterator[Document]:
+    """The documents of a hub dataset's split, or of one of its shards, as `kind` says."""
+    with hub_errors(source):
+        for number, row in enumerate(rows, start=1):
+            yield row_document(
+                row, f"{kind}:{number}", text_field, f"{source}: row {number} of {kind}", encoding_errors
+            )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a source that one process reads at a time; a built-in corpus is one part.
+
+    Attributes:
+        files: names and paths, read one after the other.
+        span: for a .jsonl file, the range of bytes in which the lines of the part begin.
+        shard: for a hub dataset, number of the shard, number of shards, and commit of the repository.
+    """
+
+    files: tuple[tuple[str, str], ...] = ()
+    span: tuple[int, int] | None = None
+    shard: tuple[int, int, str | None] | None = None
+
+
+def cut_source(source: str) -> tuple[list[Part], str]:
+    """The parts of a source, in its order, and a hash that changes with its files or its revision.
+
+    Lines of .jsonl are cut anywhere, small files are taken together, a hub dataset has the shards that it comes in.
+    Other files, which cannot be read from their middle, are a part each.
+
+    Raises:
+        InputError: see `read_documents`.
+    """
+    if is_built_in(source):
+        return [Part()], source
+    if is_hub(source):
+        revision, count = hub_revision(source), hub_dataset(source).num_shards
+        identity = f"{revision or source_fingerprint(source)} {count}"
+        return [Part(shard=(index, count, revision)) for index in range(count)], identity
+    parts: list[Part] = []
+    together: list[tuple[str, str]] = []  # small files of the part that is being filled
+    digest, room = hashlib.sha256(), 0
+    for name, path in source_files(source):
+        status, entry = path.stat(), (name, str(path))
+        digest.update(json.dumps([name, status.st_size, status.st_mtime_ns]).encode())
+        is_cut = path.suffix.lower() == ".jsonl"
+        if together and (is_cut or room <= 0 or status.st_size > room):
+            parts.append(Part(tuple(together)))
+            together = []
+        if is_cut:
+            cuts = range(0, status.st_size, PART_BYTES)
+            parts += [Part((entry,), span) for span in itertools.pairwise([*cuts, status.st_size])]
+        else:
+            room = (room if together else PART_BYTES) - status.st_size
+            together.append(entry)
+    if together:
+        parts.append(Part(tuple(together)))
+    return parts, digest.hexdigest()
+
+
+def read_part(
+    source: str, part: Part, text_field: str, encoding_errors: EncodingErrors, left_out: Counter[str]
+) -> Iterator[Document]:
+    """The documents of a part of `cut_source`, as by `of_one_kind`; other arguments as for `read_documents`."""
+    if part.shard is not None:
+        index, count, revision = part.shard
+        rows = hub_dataset(source, revision).shard(num_shards=count, index=index)
+        documents = _rows(rows, source, f"shard {index}", text_field, encoding_errors)
+    elif part.files:
+        read = (read_file(Path(path), name, text_field, encoding_errors, part.span) for name, path in part.files)
+        documents = itertools.chain.from_iterable(read)
+    else:
+        documents = BUILT_IN[source]()
+    return of_one_kind(documents, source, left_out)
 
 
 def is_built_in(source: str) -> bool:
@@ -132,11 +213,11 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     Other files are passed over, with a warning.
 
     Raises:
-        InputError: there are no files or too many, or one is no regular file or cannot be found.
+        InputError: there are no files, or one is no regular file or cannot be found.
     """
     path = Path(source)
     if path.is_dir():
-        root, candidates = path, _few(_matching(path, ("**", "*")), source)
+        root, candidates = path, list(_matching(path, ("**", "*")))
     elif path.exists():
         if file_format(path) is None:
             raise InputError(f"{shown(source)} is not a supported file; supported are {SUPPORTED}")
@@ -147,7 +228,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         parts = path.relative_to(root).parts
         if any("**" in part and part != "**" for part in parts):
             raise InputError(f"{shown(source)} given, but ** should be a folder of its own; give 'texts/**/*.txt'")
-        candidates = _few(_matching(root, parts), source)
+        candidates = list(_matching(root, parts))
         if not candidates:
             raise InputError(f"{shown(source)} matches no file")
     else:
@@ -207,13 +288,6 @@ def _entries(paths: Iterable[Path], part: str) -> Iterator[Path]:
             waiting.extend(path for path in below if path.is_symlink())
         else:
             yield from (path for path in entries if fnmatchcase(path.name, part))
-
-
-def _few(paths: Iterator[Path], source: str) -> list[Path]:
-    few = list(itertools.islice(paths, MOST_FILES + 1))
-    if len(few) > MOST_FILES:
-        raise InputError(f"{shown(source)} holds more than {MOST_FILES:,} files and folders; name a smaller part of it")
-    return few
 
 
 def is_hub(source: str) -> bool:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -26,7 +25,7 @@ _WHOLE = (".txt", ".md")  # one document each
 COMPRESSIONS = (".gz", ".zst")
 SUPPORTED = f"{' '.join(FORMATS)}, each also with {' or '.join(COMPRESSIONS)}"
 
-LONGEST_WORD, _SPACE = 2**23, re.compile(r"\s")
+LONGEST_WORD = 2**23
 LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory at once
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # compressed text expands about tenfold
 
@@ -65,10 +64,8 @@ def check_file(path: Path) -> None:
 
 def _check_document(path: Path, size: int) -> None:
     if size > LARGEST_DOCUMENT:
-        raise InputError(
-            f"{shorten(str(path))}: more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document; split it, or make it "
-            "lines of .jsonl"
-        )
+        text = f"more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document"
+        raise InputError(f"{shorten(str(path))}: {text}; split it, or make it lines of .jsonl")
 
 
 def read_file(
@@ -161,16 +158,13 @@ def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str
 
 def _check_words(text: str, where: str) -> None:
     """Refuse very long words: a tokenizer takes a hundred bytes of memory for each character of a word."""
-    if len(text) <= LONGEST_WORD:
-        return
-    length = 0  # of the word so far
-    for start in range(0, len(text), LONGEST_WORD):
-        piece = text[start : start + LONGEST_WORD]
-        space = _SPACE.search(piece)
-        if length + (space.start() if space else len(piece)) > LONGEST_WORD:
-            raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")
+    start = 0  # of a word
+    while len(text) - start > LONGEST_WORD:
+        piece = text[start : start + LONGEST_WORD + 1]
         last = "" if piece[-1].isspace() else piece.rsplit(maxsplit=1)[-1]
-        length = len(last) if space else length + len(piece)
+        if len(last) == len(piece):
+            raise InputError(f"{where}: more than {LONGEST_WORD:,} characters without a space between them")
+        start += len(piece) - len(last)
 
 
 @contextmanager

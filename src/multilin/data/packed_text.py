@@ -1,24 +1,36 @@
-"""A packed text: all tokens in one memory-mapped row, and the fixed-size blocks that models read from it."""
+"""A packed text: all tokens in one memory-mapped row, how it is written, and the fixed-size blocks models read from it.
 
+Every document becomes its start token followed by its tokens, so that the first token of a text is predicted from
+something, and where a text ends the next start token is predicted.
+"""
+
+import contextlib
 import copy
 import itertools
 import json
+import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
+import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 from pydantic import StringConstraints
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
+from multilin.data.chat import ConversationEncoder
+from multilin.data.encoding import Encoder, make_encoder
+from multilin.data.files import Document
+from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
 from multilin.errors import InputError, plural
-from multilin.settings.inputs import check_regular
+from multilin.files import atomic_folder
 
 IGNORED_LABEL = -100
 BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
@@ -26,6 +38,7 @@ BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 _Printable = Annotated[str, StringConstraints(pattern=r"^\PC*$")]  # no control characters, which a terminal obeys
 TOKENS, ANSWERS, INDEX, DESCRIPTION = "tokens.bin", "answers.bin", "index.safetensors", "packed.json"
 COUNTED_AT_ONCE = 2**22  # tokens
+BATCH_CHARACTERS = 2**22  # that are tokenised at once
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,6 @@ class PackedText:
         if description.is_chat:
             self.is_answer = _mapped(folder / ANSWERS, description.num_tokens, "bool")
         self._token_bytes = index["token_bytes"]
-        self._first: int | None = None  # of a part that `every_other` made
 
     @classmethod
     def open(cls, folder: Path) -> "PackedText":
@@ -92,9 +104,6 @@ class PackedText:
             InputError: the folder holds no packing, or a damaged one.
         """
         folder = Path(folder)
-        for path in (folder / name for name in (DESCRIPTION, INDEX, TOKENS, ANSWERS)):
-            if path.exists():
-                check_regular(path, "")
         try:
             description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
             index = {name: tensor.numpy() for name, tensor in load_file(folder / INDEX).items()}  # memory-mapped
@@ -109,12 +118,6 @@ class PackedText:
                 difference = f"{plural(size, 'byte')} instead of {expected}"
                 raise InputError(f"{folder}: {name} has {difference}; delete it to prepare it again")
         return cls(folder, description, index)
-
-    def __reduce__(self) -> tuple[Callable[..., "PackedText"], tuple[Any, ...]]:
-        # A worker process maps the file itself instead of receiving a copy.
-        if self._first is not None:
-            return _open_every_other, (self.folder, self._first)
-        return PackedText.open, (self.folder,)
 
     def every_other(self, first: int) -> "PackedText":
         """Every second document, from the first (0) or the second (1) on, as a text in memory.
@@ -132,7 +135,6 @@ class PackedText:
         counted[starts] = 0
         shares = np.add.reduceat(counted * in_part, starts) / np.maximum(np.add.reduceat(counted, starts), 1)
         part = copy.copy(self)
-        part._first = first
         part.tokens = self.tokens[in_part]
         part.is_answer = None if self.is_answer is None else self.is_answer[in_part]
         part.document_bytes = np.rint(self.document_bytes * shares).astype(np.int64)[kept > 0]
@@ -205,10 +207,6 @@ def _mapped(path: Path, size: int, dtype: str) -> NDArray[Any]:
     numbers: NDArray[Any] = torch.from_file(str(path), shared=False, size=size, **kind).numpy()
     numbers.flags.writeable = False
     return numbers
-
-
-def _open_every_other(folder: Path, first: int) -> PackedText:
-    return PackedText.open(folder).every_other(first)
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -304,3 +302,150 @@ def check_cuts(packed: Any, block_size: int, field: str) -> None:
             f"(model.n_positions) and are cut there; {num_lost:,} of them lose all their answers",
             stacklevel=2,
         )
+
+
+def pack(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    progress: Callable[[int], None] = lambda done: None,
+) -> PackedText:
+    """Tokenise documents and write them as one packed text.
+
+    Args:
+        documents: read once; besides the index a few megabytes are held at a time (and a whole document).
+        tokenizer: with an end-of-text token, which starts every document.
+        folder: a folder that does not exist yet; it appears when it is complete.
+        progress: called now and then with the UTF-8 bytes packed so far.
+
+    Raises:
+        InputError: the folder exists, or there is no document.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} exists already; a text is packed into a new folder")
+    with atomic_folder(folder) as partial:
+        pack_into(documents, tokenizer, partial, progress)
+    return PackedText.open(folder)
+
+
+def pack_into(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    progress: Callable[[int], None] = lambda done: None,
+    encoder: Encoder | None = None,
+) -> None:
+    """Like `pack`, into an empty folder; an encoder of `make_encoder` may be reused, as it remembers words."""
+    documents = iter(documents)
+    if (first := next(documents, None)) is None:
+        raise InputError("there is no document to pack")
+    documents, is_chat = itertools.chain([first], documents), first.messages is not None
+    with (folder / TOKENS).open("wb") as tokens, contextlib.ExitStack() as stack:
+        writer = _Writer(tokenizer, tokens)
+        if is_chat:
+            answers, conversations = stack.enter_context((folder / ANSWERS).open("wb")), ConversationEncoder(tokenizer)
+            for document in documents:
+                answers.write(writer.add_conversation(document, conversations).tobytes())
+                progress(writer.num_bytes)
+        else:
+            encoder = encoder or make_encoder(tokenizer)
+            for batch in _batches(documents, encoder):
+                writer.add_texts(batch, encoder)
+                progress(writer.num_bytes)
+    writer.write_index(folder, is_chat)
+
+
+def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
+    """Write several packed texts of one tokenizer into an empty folder, as one packed text."""
+    first = texts[0].description
+    for name in (TOKENS, ANSWERS) if first.is_chat else (TOKENS,):
+        with (folder / name).open("wb") as stream:
+            for text in texts:
+                with (text.folder / name).open("rb") as part:
+                    shutil.copyfileobj(part, stream)
+    before = np.cumsum([0, *(text.num_tokens for text in texts)])
+    index = {
+        "document_starts": np.concatenate([text.document_starts + n for text, n in zip(texts, before, strict=False)]),
+        "document_bytes": np.concatenate([text.document_bytes for text in texts]),
+        "token_bytes": np.array(texts[0].token_sizes(np.arange(first.vocab_size))),
+    }
+    safetensors.numpy.save_file(index, folder / INDEX)
+    write_description(folder, merged([text.description for text in texts]))
+
+
+def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[tuple[int, str]]]:
+    """Lists of pieces, each with its number in its document."""
+    batch: list[tuple[int, str]] = []
+    characters = 0
+    for document in documents:
+        for number, text in enumerate(encoder.pieces(document.text)):
+            batch.append((number, text))
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """Writes rows of tokens, and counts them for the index."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stream: IO[bytes]) -> None:
+        self._tokenizer, self._stream, self._start = tokenizer, stream, start_token_id(tokenizer)
+        self._token_bytes = np.array(token_byte_lengths(tokenizer), dtype=np.int64)
+        self._dtype = np.dtype(np.uint16 if len(self._token_bytes) <= 2**16 else np.uint32)
+        self.num_bytes = self._num_tokens = self._counted_bytes = self._unknown = 0
+        self._starts: list[NDArray[np.int64]] = []
+        self._bytes: list[int] = []
+
+    def add_conversation(self, document: Document, conversations: ConversationEncoder) -> NDArray[np.bool_]:
+        """Write a conversation; for each of its tokens, whether it belongs to an answer."""
+        assert document.messages is not None, "texts and conversations are packed apart"
+        ids, is_answer = conversations.encode(document.messages, document.name)
+        if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # which a template may write itself
+            ids, is_answer = [self._start, *ids], [False, *is_answer]
+        row = np.array(ids)
+        size = int(self._token_bytes[row].sum())
+        self._bytes.append(size)
+        self._append(row, np.zeros(1, np.int64), counted_bytes=size, num_bytes=size)
+        return np.array(is_answer, dtype=bool)
+
+    def add_texts(self, batch: list[tuple[int, str]], encoder: Encoder) -> None:
+        """Write pieces of texts, each with its number in its document."""
+        ids, counts = encoder.encode([text for _, text in batch])
+        places = (np.cumsum(counts) - counts)[[number == 0 for number, _ in batch]]
+        sizes = [len(text.encode()) for _, text in batch]
+        for (number, _), size in zip(batch, sizes, strict=True):
+            if number == 0:
+                self._bytes.append(0)
+            self._bytes[-1] += size
+        self._unknown += int((ids == self._tokenizer.unk_token_id).sum())
+        row, starts = np.insert(ids, places, self._start), places + np.arange(len(places))
+        self._append(row, starts, counted_bytes=int(self._token_bytes[ids].sum()), num_bytes=sum(sizes))
+
+    def _append(self, row: NDArray[np.int64], starts: NDArray[np.int64], *, counted_bytes: int, num_bytes: int) -> None:
+        self._starts.append(self._num_tokens + starts)
+        self._stream.write(row.astype(self._dtype).tobytes())
+        self._num_tokens += len(row)
+        self._counted_bytes += counted_bytes
+        self.num_bytes += num_bytes
+
+    def write_index(self, folder: Path, is_chat: bool) -> None:
+        if self._unknown:
+            warnings.warn(
+                f"{self._unknown} of {self._num_tokens} tokens are {self._tokenizer.unk_token}: the tokenizer cannot "
+                "spell this text, so losses and bits per byte are too low to compare",
+                stacklevel=2,
+            )
+        starts, sizes = np.concatenate(self._starts), np.array(self._bytes, dtype=np.int64)
+        index = {"document_starts": starts, "document_bytes": sizes, "token_bytes": self._token_bytes}
+        safetensors.numpy.save_file(index, folder / INDEX)
+        description = Description(
+            num_tokens=self._num_tokens, num_documents=len(starts),
+            num_bytes=self.num_bytes, counted_bytes=self._counted_bytes,
+            dtype=self._dtype.name, vocab_size=len(self._token_bytes),
+            start_token_id=self._start, pad_token_id=int(self._tokenizer.pad_token_id),
+            tokenizer_hash=tokenizer_hash(self._tokenizer), is_chat=is_chat,
+        )  # fmt: skip
+        write_description(folder, description)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from multilin.data.chat import CHAT_TEMPLATE
 from multilin.data.corpora import read_documents, source_fingerprint
 from multilin.data.files import Document
-from multilin.data.packed_text import Description, PackedText, write_description
-from multilin.data.packing import pack
+from multilin.data.packed_text import PackedText, pack, write_description
 from multilin.data.prepared import PreparedText, open_mixture, open_prepared
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
@@ -31,40 +30,22 @@ from multilin.errors import InputError, plural, prefixed
 FORMAT = 7
 _REPORT_BYTES = 2**22
 
-_Reader = Callable[[], Iterator[Document]]
-_Describer = Callable[[Description, Description], Description]
 
-
-@dataclass(frozen=True)
 class Spool:
-    """Documents in a file of JSON lines.
+    """Documents in a file of JSON lines, from which they are read as often as needed, and their census."""
 
-    Attributes:
-        path: the file.
-        census: the hashes and sizes of the documents.
-    """
-
-    path: Path
-    census: Census
-
-    @classmethod
-    def write(cls, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> "Spool":
-        """Write documents to a new file; `progress` is called now and then with the bytes of text so far."""
-        census, reported = Census(), 0
-        with path.open("w", encoding="utf-8", errors="surrogatepass") as stream:
+    def __init__(self, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> None:
+        self._path, self.census, reported = path, Census(), 0
+        with path.open("w", encoding="utf-8") as stream:
             for document in documents:
-                census.add(document)
-                fields = (document.name, document.text, document.messages)
-                stream.write(json.dumps(fields, ensure_ascii=False) + "\n")
-                if census.num_bytes - reported >= _REPORT_BYTES:
-                    progress(reported := census.num_bytes)
-        progress(census.num_bytes)
-        return cls(path, census)
+                self.census.add(document)
+                stream.write(json.dumps((document.name, document.text, document.messages)) + "\n")
+                if self.census.num_bytes - reported >= _REPORT_BYTES:
+                    progress(reported := self.census.num_bytes)
+        progress(self.census.num_bytes)
 
-    def read(self) -> Iterator[Document]:
-        """The documents in their order."""
-        # JSON escapes newlines but not U+2028, which only str.splitlines takes for one; files split at \n alone.
-        with self.path.open(encoding="utf-8", errors="surrogatepass", newline="\n") as stream:
+    def __iter__(self) -> Iterator[Document]:
+        with self._path.open(encoding="utf-8") as stream:
             for line in stream:
                 yield Document(*json.loads(line))
 
@@ -154,45 +135,43 @@ def _documents(data: DataRecipe, field: str) -> Iterator[Document]:
 def _prepare(
     data: DataRecipe, recipe: TokenizerRecipe, loaded: PreTrainedTokenizerFast | None, progress: Progress, folder: Path
 ) -> None:
-    with TemporaryDirectory(dir=folder) as spools:
-        train, validation, describe = _split(data, Path(spools), progress)
-        tokenizer = loaded or train_tokenizer(
-            reported_texts(train(), progress), recipe.kind or DEFAULT_KIND, recipe.vocab_size
-        )
-        if next(train()).messages is not None and tokenizer.chat_template is None:
+    with TemporaryDirectory(dir=folder) as temporary:
+        source = Spool(_documents(data, "source"), Path(temporary, "source.jsonl"), partial(progress, "reading"))
+        if data.validation is None:
+            with prefixed("data.source: "):
+                split = Split.of_all(source.census, data.validation_fraction)
+            sides = [partial(split.side, source, side) for side in (TRAIN, VALIDATION)]
+        else:
+            other = Spool(_documents(data, "validation"), Path(temporary, "other.jsonl"), partial(progress, "reading"))
+            _warn_of_trained(data, source.census, other.census)
+            sides = [partial(iter, source), partial(iter, other)]
+        texts = reported_texts(sides[0](), progress)
+        tokenizer = loaded or train_tokenizer(texts, recipe.kind or DEFAULT_KIND, recipe.vocab_size)
+        if source.census.is_chat and tokenizer.chat_template is None:
             tokenizer.chat_template = CHAT_TEMPLATE
         save_tokenizer(tokenizer, folder / "tokenizer")
-        first = pack(train(), tokenizer, folder / "train", partial(progress, "packing the training text"))
-        second = pack(validation(), tokenizer, folder / "validation", partial(progress, "packing the validation text"))
-    if first.description.is_chat != second.description.is_chat:
-        kinds = ("conversations", "texts") if first.description.is_chat else ("texts", "conversations")
+        train, validation = (
+            pack(read(), tokenizer, folder / name, partial(progress, f"packing the {side} text")).description
+            for read, name, side in zip(sides, ("train", "validation"), ("training", "validation"), strict=True)
+        )
+    if train.is_chat != validation.is_chat:
+        kinds = ("conversations", "texts") if train.is_chat else ("texts", "conversations")
         raise InputError(f"data.validation: {data.validation} holds {kinds[1]}, but data.source holds {kinds[0]}")
-    write_description(folder / "validation", describe(first.description, second.description))
-
-
-def _split(data: DataRecipe, folder: Path, progress: Progress) -> tuple[_Reader, _Reader, _Describer]:
-    """Functions that read the documents to train on and those to validate on, from files that are made in a folder.
-
-    The third one completes the description of the packed validation text, see `with_summary`.
-    """
-    report = partial(progress, "reading")
-    source = Spool.write(_documents(data, "source"), folder / "source.jsonl", report)
     if data.validation is None:
-        with prefixed("data.source: "):
-            split = Split.of_all(source.census, data.validation_fraction)
-        train, validation = (lambda side=side: split.side(source.read(), side) for side in (TRAIN, VALIDATION))
-        number = len(source.census.hashes)
-        return train, validation, partial(with_summary, summary=split.summary, num_documents=number)
-    other = Spool.write(_documents(data, "validation"), folder / "validation.jsonl", report)
-    number = len(other.census.hashes)
-    if trained := int(np.isin(other.census.hashes, source.census.hashes).sum()):
+        described = with_summary(train, validation, split.summary, len(source.census.hashes))
+    else:
+        number = plural(len(other.census.hashes), "document")
+        described = replace(validation, summary=f"{number} of data.validation, {decimal(other.census.num_bytes)}")
+    write_description(folder / "validation", described)
+
+
+def _warn_of_trained(data: DataRecipe, train: Census, validation: Census) -> None:
+    if trained := int(np.isin(validation.hashes, train.hashes).sum()):
         warnings.warn(
-            f"data.validation: {plural(trained, 'document')} of {number} from {data.validation} are also among those "
-            "to train on, so that a low number of bits per byte says less",
+            f"data.validation: {plural(trained, 'document')} of {len(validation.hashes)} from {data.validation} are "
+            "also among those to train on, so that a low number of bits per byte says less",
             stacklevel=2,
         )
-    summary = f"{plural(number, 'document')} of data.validation, {decimal(other.census.num_bytes)}"
-    return source.read, other.read, lambda train, validation: replace(validation, summary=summary)
 
 
 def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:

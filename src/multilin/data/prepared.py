@@ -11,27 +11,95 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import MaxLen, MinLen
 from numpy.typing import NDArray
+from pydantic import StringConstraints
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.manifest import Folder, Manifest
-from multilin.data.packed_text import Blocks, PackedText, merged
-from multilin.data.packing import concatenate
+from multilin.data.packed_text import Blocks, Description, PackedText, concatenate, merged
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import MANIFEST
 from multilin.data.store import Store, cache_root, check_files, make_once
 from multilin.data.tokenizers import load_tokenizer, tokenizer_hash
 from multilin.errors import InputError, as_input_error, shown
+from multilin.settings import load_settings
+from multilin.settings.bounds import Section, Size
+
+FORMAT = 1
+_Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of prepared text, whose name is relative to the manifest."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^(unfinished/)?[a-z]+(/[0-9]+-[0-9]+)?$")]
+    files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each
+    description: Description | None  # the content of packed.json; none of the tokenizer
+
+    def describe(self) -> Description:
+        """The description of a packed text."""
+        if self.description is None:
+            raise InputError(f"{self.name}: the manifest does not say what it holds; prepare the text again")
+        return self.description
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json, which is written last."""
+
+    format: Size
+    settings: Section  # that decided the content, and the source's hash
+    num_documents: Size  # of training and validation text together
+    num_tokens: Size
+    num_bytes: Size  # UTF-8 bytes of the text
+    tokenizer_hash: _Sum
+    tokenizer: Folder
+    validation: Folder
+    train: Annotated[list[Folder], MinLen(1), MaxLen(10**7)]
+
+    def to_json(self) -> bytes:
+        """The content of the file: the fields, and then the SHA-256 of these fields."""
+        values = dataclasses.asdict(self)
+        return json.dumps(values | {"sha256": _sum(values)}, indent=1).encode()
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> "Manifest":
+        """The manifest in a file.
+
+        Raises:
+            InputError: the manifest is damaged, or has another format.
+        """
+        try:
+            values = json.loads(content)
+            expected = values.pop("sha256")
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            raise InputError(
+                f"{where} is no manifest of prepared text; prepare the text again, or name files of text by a "
+                "glob such as 'texts/*.txt'"
+            ) from None
+        if expected != _sum(values):
+            raise InputError(f"{where} is damaged: its checksum is not that of its content; prepare the text again")
+        if values.get("format") != FORMAT:
+            raise InputError(f"{where} has format {shown(values.get('format'))}, but only {FORMAT} is known")
+        return load_settings(cls, values, where)
+
+
+def _sum(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
 
 ConcatBlocks = ConcatDataset[dict[str, Tensor]]
 

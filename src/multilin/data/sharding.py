@@ -8,9 +8,15 @@ written last. Which text is set aside for validation is decided first, see `mult
 import contextlib
 import itertools
 import json
+import multiprocessing
+import os
+import signal
+import threading
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,29 +24,86 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from multilin.data.chat import CHAT_TEMPLATE
-from multilin.data.corpora import report_left_out
-from multilin.data.manifest import FORMAT, Folder, Manifest
-from multilin.data.packed_text import PackedText, merged, write_description
-from multilin.data.packing import concatenate
-from multilin.data.parts import Part, PartReader, cut_source
-from multilin.data.prepared import check_shards
+from multilin.data.corpora import Part, cut_source, read_part, report_left_out
+from multilin.data.encoding import make_encoder
+from multilin.data.files import Document
+from multilin.data.packed_text import (
+    DESCRIPTION,
+    Description,
+    PackedText,
+    concatenate,
+    merged,
+    pack_into,
+    write_description,
+)
+from multilin.data.prepared import FORMAT, Folder, Manifest, check_shards
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import DEFAULT_KIND, MANIFEST, ShardSettings
-from multilin.data.shard_workers import UNFINISHED, Job, PartRecord, describe_folder, pack_parts
 from multilin.data.split import TRAIN, Census, Split, with_summary
 from multilin.data.store import Store
 from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, prefixed, shown
-from multilin.files import remove_partials
+from multilin.files import checksum, remove_partials
 from multilin.files.lock import locked_folder
 from multilin.settings import load_settings
 
+SHARD_BYTES = 2**26
+"""UTF-8 bytes of text after which a shard ends."""
 TOKENIZER_BYTES = 10**8
-"""UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of all parts."""
+"""UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of SAMPLED_PARTS parts."""
 SAMPLED_PARTS = 100
 COUNTED_BYTES = 2**26
 """UTF-8 bytes of text from which on its beginning may decide what to validate on."""
+UNFINISHED = "unfinished"
+"""The folder of unfinished work, which is deleted at the end."""
 _SETTINGS = f"{UNFINISHED}/settings.json"
+_SECONDS_BETWEEN_REPORTS = 0.5
+
+
+@dataclass
+class PartRecord:
+    """How far a part is prepared: the content of its file in `unfinished`."""
+
+    num_documents: int = 0
+    num_null: int = 0  # rows left out
+    is_done: bool = False
+    num_rounds: int = 0
+    train: list[Folder] = field(default_factory=list)
+    validation: list[Folder] = field(default_factory=list)
+    num_cut: int = 0  # documents with parts on both sides
+
+    @classmethod
+    def read(cls, store: Store, number: int) -> "PartRecord":
+        """The record of a part; an empty record if there is none, or only a part of its file arrived."""
+        with contextlib.suppress(InputError):  # the record of another version
+            return load_settings(cls, _read_json(store, f"{UNFINISHED}/{number:05}.json") or {})
+        return cls()
+
+    @classmethod
+    def read_all(cls, store: Store, count: int) -> "list[PartRecord]":
+        """The records of the first `count` parts."""
+        names = store.names(UNFINISHED)
+        return [cls.read(store, number) if f"{number:05}.json" in names else cls() for number in range(count)]
+
+    def write(self, store: Store, number: int) -> None:
+        """Write the record, when all shards that it names are complete."""
+        store.write(f"{UNFINISHED}/{number:05}.json", json.dumps(asdict(self)).encode())
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process needs to prepare any part."""
+
+    settings: ShardSettings
+    parts: list[Part]
+    split: Split
+    is_chat: bool
+    tokenizer: str = ""  # folder on this machine
+
+    def documents(self, number: int, left_out: Counter[str]) -> Iterator[Document]:
+        """The documents of one of the parts; see `read_part`."""
+        plan = self.settings
+        return read_part(plan.source, self.parts[number], plan.text_field, plan.encoding_errors, left_out)
 
 
 def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress = no_progress) -> Manifest:
@@ -75,10 +138,10 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
             check_shards(store, manifest, progress)
         else:
             with TemporaryDirectory() as temporary, _clean(store, len(parts)):
-                job = Job(plan, parts, _choose_split(plan, parts, progress), "")
+                job = _begin(plan, parts, progress)
                 entry = _tokenizer(store, job, deciding, tokenizer, progress)
                 job = replace(job, tokenizer=str(store.fetch(entry.name, entry.files, Path(temporary))))
-                records = pack_parts(store, job, workers, progress)
+                records = _pack_parts(store, job, workers, progress)
                 manifest = _finish(store, job, deciding, entry, records, Path(temporary))
         store.remove(UNFINISHED)
         return manifest
@@ -120,27 +183,6 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
-def _choose_split(plan: ShardSettings, parts: list[Part], progress: Progress) -> Split:
-    """What to validate on, from the whole text or, where that is long, from as much of its beginning as suffices.
-
-    Raises:
-        InputError: there is no text, or nothing of it can be set aside.
-    """
-    census, checked = Census(), COUNTED_BYTES
-    readers = (PartReader(plan.source, part, plan.text_field, plan.encoding_errors, {}) for part in parts)
-    for document in itertools.chain.from_iterable(readers):
-        census.add(document)
-        if census.num_bytes >= checked:
-            if (split := Split.of_beginning(census, plan.validation_fraction)) is not None:
-                return split
-            checked += checked // 2
-            progress("reading", census.num_bytes)
-    if not census.num_bytes:
-        raise InputError(f"SOURCE: {shown(plan.source)} is empty: a corpus needs some text")
-    with prefixed(f"SOURCE: {shown(plan.source)}: "):
-        return Split.of_all(census, plan.validation_fraction)
-
-
 def _holds_files(folder: Path) -> bool:
     """True for visible files, but for a preparation that was killed before it wrote any."""
     return any(path.name != UNFINISHED or any(path.glob("[!.]*")) for path in folder.glob("[!.]*"))
@@ -154,46 +196,57 @@ def _read_json(store: Store, name: str) -> Any:
         return None
 
 
+def _begin(plan: ShardSettings, parts: list[Part], progress: Progress) -> Job:
+    """Choose what to validate on, from the whole text or, where that is long, as much of its beginning as suffices.
+
+    Raises:
+        InputError: there is no text, or nothing of it can be set aside.
+    """
+    census, checked = Census(), COUNTED_BYTES
+    read = (read_part(plan.source, part, plan.text_field, plan.encoding_errors, Counter()) for part in parts)
+    for document in itertools.chain.from_iterable(read):
+        census.add(document)
+        if census.num_bytes >= checked:
+            if (split := Split.of_beginning(census, plan.validation_fraction)) is not None:
+                return Job(plan, parts, split, census.is_chat)
+            checked += checked // 2
+            progress("reading", census.num_bytes)
+    if not census.num_bytes:
+        raise InputError(f"SOURCE: {shown(plan.source)} is empty: a corpus needs some text")
+    with prefixed(f"SOURCE: {shown(plan.source)}: "):
+        return Job(plan, parts, Split.of_all(census, plan.validation_fraction), census.is_chat)
+
+
 def _tokenizer(
     store: Store, job: Job, deciding: dict[str, Any], loaded: PreTrainedTokenizerFast | None, progress: Progress
 ) -> Folder:
     """The folder of the tokenizer in the output, which is made first."""
     if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
         return load_settings(Folder, content)
-    texts, is_chat = _sample(job, progress)
-    tokenizer = loaded or train_tokenizer(texts, deciding["kind"], deciding["vocab_size"])
-    if is_chat and tokenizer.chat_template is None:
+    tokenizer = loaded or train_tokenizer(_sample(job, progress), deciding["kind"], deciding["vocab_size"])
+    if job.is_chat and tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
     store.write(_SETTINGS, json.dumps(deciding).encode())
     with store.new_folder("tokenizer") as folder:
         save_tokenizer(tokenizer, folder)
-        entry = describe_folder("tokenizer", folder)
+        entry = _describe_folder("tokenizer", folder)
     store.write(f"{UNFINISHED}/tokenizer.json", json.dumps(asdict(entry)).encode())
     return entry
 
 
-def _sample(job: Job, progress: Progress) -> tuple[Iterator[str], bool]:
-    """Texts to train a tokenizer on, from parts all over the source, and whether they are conversations."""
-    every = range(len(job.parts))
-    for numbers in (every[:: -(-len(every) // SAMPLED_PARTS) or 1], every):  # all, if the sampled ones hold no text
-        first = next(itertools.chain.from_iterable(map(job.reader, numbers)), None)
-        if first is not None:
-            break
-    assert first is not None, "an empty text is refused before"
-
-    def texts() -> Iterator[str]:
-        total = 0
-        for number in numbers:
-            room = TOKENIZER_BYTES // len(numbers)
-            for document in job.split.side(job.reader(number), TRAIN):
-                yield document.text
-                size = len(document.text.encode())
-                progress("training the tokenizer", total := total + size)
-                room -= size
-                if room <= 0:
-                    break
-
-    return texts(), first.messages is not None
+def _sample(job: Job, progress: Progress) -> Iterator[str]:
+    """Texts to train a tokenizer on, from parts all over the source."""
+    numbers = range(0, len(job.parts), -(-len(job.parts) // SAMPLED_PARTS))
+    total = 0
+    for number in numbers:
+        room = TOKENIZER_BYTES // len(numbers)
+        for document in job.split.side(job.documents(number, Counter()), TRAIN):
+            yield document.text
+            size = len(document.text.encode())
+            progress("training the tokenizer", total := total + size)
+            room -= size
+            if room <= 0:
+                break
 
 
 def _finish(
@@ -202,9 +255,7 @@ def _finish(
     """Put the validation text together and write the manifest."""
     train = [folder for record in records for folder in record.train]
     pieces = [folder for record in records for folder in record.validation]
-    report_left_out(
-        job.settings.source, sum((Counter(record.position.get("left_out")) for record in records), Counter())
-    )
+    report_left_out(job.settings.source, {"null": sum(record.num_null for record in records)})
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
         raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; give them apart")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]
@@ -214,7 +265,7 @@ def _finish(
         whole = merged([trained, held_out])
         num_documents = whole.num_documents - sum(record.num_cut for record in records)
         write_description(folder, with_summary(trained, held_out, job.split.summary, num_documents))
-        validation = describe_folder("validation", folder)
+        validation = _describe_folder("validation", folder)
     manifest = Manifest(
         format=FORMAT, settings=deciding, num_documents=num_documents, num_tokens=whole.num_tokens,
         num_bytes=whole.num_bytes, tokenizer_hash=whole.tokenizer_hash, tokenizer=tokenizer, validation=validation,
@@ -222,3 +273,142 @@ def _finish(
     )  # fmt: skip
     store.write(MANIFEST, manifest.to_json())
     return manifest
+
+
+def _describe_folder(name: str, folder: Path) -> Folder:
+    """The entry in a manifest of a folder, under the given name."""
+    files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
+    description = folder / DESCRIPTION
+    return Folder(name, files, Description(**json.loads(description.read_text())) if description.exists() else None)
+
+
+class Packer:
+    """Packs parts, one after the other, with an encoder that remembers words."""
+
+    def __init__(self, job: Job, report: Callable[[int], None]) -> None:
+        self._job, self._report = job, report
+        self._store = Store("--output", job.settings.output)
+        self._tokenizer = load_tokenizer(job.tokenizer)
+        self._encoder = make_encoder(self._tokenizer)
+
+    def pack(self, number: int) -> PartRecord:
+        """Pack the rest of a part."""
+        record, left_out = PartRecord.read(self._store, number), Counter[str]()
+        documents = itertools.islice(self._job.documents(number, left_out), record.num_documents, None)
+        while not record.is_done:
+            held_out: list[Document] = []
+            name = f"{number:05}-{record.num_rounds:03}"
+            self._write(f"train/{name}", self._shard(documents, held_out, record), record.train)
+            self._write(f"{UNFINISHED}/validation/{name}", iter(held_out), record.validation)
+            record.num_null, record.num_rounds = left_out["null"], record.num_rounds + 1
+            record.write(self._store, number)
+        return record
+
+    def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
+        """The documents of one shard, or their beginnings; what is to validate on is set aside."""
+        size = 0
+        for document in documents:
+            record.num_documents += 1
+            size += len(document.text.encode())
+            first, last = self._job.split.parts(document)
+            record.num_cut += first is not None and last is not None
+            if last is not None:
+                held_out.append(last)
+            if first is not None:
+                yield first
+            if size >= SHARD_BYTES:
+                return
+        record.is_done = True
+
+    def _write(self, name: str, documents: Iterator[Document], entries: list[Folder]) -> None:
+        if (first := next(documents, None)) is None:
+            return
+        reported = 0
+
+        def report(num_bytes: int) -> None:
+            nonlocal reported
+            self._report(num_bytes - reported)
+            reported = num_bytes
+
+        with self._store.new_folder(name) as folder:
+            pack_into(itertools.chain([first], documents), self._tokenizer, folder, report, self._encoder)
+            entries.append(_describe_folder(name, folder))
+
+
+def _pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> list[PartRecord]:
+    """Pack all parts that are not complete, and return the records of all parts."""
+    records = PartRecord.read_all(store, len(job.parts))
+    missing = [number for number, record in enumerate(records) if not record.is_done]
+    done = sum(folder.describe().num_bytes for record in records for folder in [*record.train, *record.validation])
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        progress("packing", done := done + num_bytes)
+
+    if (workers := min(workers, len(missing))) > 1:
+        for number, record in _in_processes(job, missing, workers, report):
+            records[number] = record
+    elif missing:
+        packer = Packer(job, report)
+        for number in missing:
+            records[number] = packer.pack(number)
+    return records
+
+
+def _in_processes(
+    job: Job, numbers: list[int], workers: int, report: Callable[[int], None]
+) -> Iterator[tuple[int, PartRecord]]:
+    """The records of parts as they are packed, by processes that end with this one, however it ends."""
+    # A process forked from one with threads may hang; one that imports everything anew takes seconds to begin.
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload([__name__])
+    counter, others = context.Value("q", 0), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (job, counter))
+    is_done, reported = False, 0
+    try:
+        number_of = {pool.submit(_pack, number): number for number in numbers}
+        while number_of:
+            finished, _ = wait(number_of, _SECONDS_BETWEEN_REPORTS, FIRST_COMPLETED)
+            count = counter.value
+            report(count - reported)
+            reported = count
+            for future in finished:
+                yield number_of.pop(future), future.result()
+        is_done = True
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            f"--workers: one of {workers} processes was ended from outside, for want of memory perhaps; the same "
+            "command goes on where it stopped"
+        ) from None
+    finally:
+        for process in set(multiprocessing.active_children()) - others if not is_done else ():
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+_packer: Packer
+
+
+def _start_worker(job: Job, counter: Any) -> None:
+    global _packer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def report(num_bytes: int) -> None:
+        with counter.get_lock():
+            counter.value += num_bytes
+
+    _packer = Packer(job, report)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _pack(number: int) -> PartRecord:
+    return _packer.pack(number)

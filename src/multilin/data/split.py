@@ -4,6 +4,7 @@ Whole documents are set aside if there are enough of them, in the order of the h
 few or very unequal, the end of each long document is set aside instead.
 """
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,6 @@ from rich.filesize import decimal
 
 from multilin.data.files import Document
 from multilin.data.packed_text import Description
-from multilin.data.packing import text_hash
 from multilin.errors import InputError, plural, shorten
 
 ENOUGH = 3
@@ -25,6 +25,11 @@ SHORTEST_END = 64
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, at most."""
 TRAIN, VALIDATION = 0, 1
+
+
+def text_hash(content: bytes) -> int:
+    """A hash of a text below 2^64, which decides on which side of a split the text is."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 @dataclass

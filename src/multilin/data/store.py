@@ -16,7 +16,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder, checksum, remove_partials, write_whole
-from multilin.settings.inputs import check_regular
 
 ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a call over the network; seconds after the first, doubled each time
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
@@ -82,8 +81,6 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
-        if self.local is not None and (self.local / name).exists():
-            check_regular(self.local / name, self.field)
         try:
             content: bytes = insist(partial(self._files.cat_file, f"{self._root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
@@ -125,13 +122,10 @@ class Store:
         return folder
 
     def _copy_all(self, name: str, sums: Mapping[str, str], folder: Path) -> None:
-        for file in sums:
-            self._copy(f"{name}/{file}", folder / file)
-        check_files(self.field, folder, sums)
-
-    def _copy(self, name: str, target: Path) -> None:
         with as_input_error(lambda reason: f"{self.field}: {self.address}/{name} cannot be read ({reason})"):
-            insist(partial(self._files.get_file, f"{self._root}/{name}", str(target)))
+            for file in sums:
+                insist(partial(self._files.get_file, f"{self._root}/{name}/{file}", str(folder / file)))
+        check_files(self.field, folder, sums)
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if the folder does not exist."""

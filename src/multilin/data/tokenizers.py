@@ -15,8 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from multilin.data.byte_level import BYTES, token_bytes
-from multilin.data.encoding import cut_at_whitespace
+from multilin.data.encoding import BYTES, cut_at_whitespace, token_bytes
 from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_VOCAB_SIZE
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import is_path

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from multilin.data.added_text import TextReader
-from multilin.data.byte_level import is_byte_name, token_bytes
+from multilin.data.encoding import TextReader, is_byte_name, token_bytes
 from multilin.errors import InputError, shown
 
 CONTEXT = 8  # tokens before a text that can matter to how it is decoded
@@ -26,7 +25,7 @@ UNFINISHED = re.compile(
 class TextCodec:
     """A tokenizer with the special tokens that generation needs.
 
-    tokenizer: see `multilin.data.added_text.plain_tokenizer`.
+    tokenizer: see `multilin.data.encoding.plain_tokenizer`.
     end_id: the token that begins and ends a text.
     pad_id: the token of padding; may be the same token.
     eos_id: another token that ends a text, if the tokenizer got one after the model's training.

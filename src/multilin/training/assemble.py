@@ -12,7 +12,7 @@ from multilin.data.packed_text import BLOCK_FIELDS, check_cuts
 from multilin.data.prepare import prepare_text
 from multilin.data.prepared import MixedBlocks, PreparedText
 from multilin.data.progress import Progress, no_progress
-from multilin.data.task_text import TaskText, is_task, task_text
+from multilin.data.tasks import TaskText, is_task, task_text
 from multilin.data.tokenizers import tokenizer_hash
 from multilin.errors import InputError, plural
 from multilin.model.baselines import attend_without_mask

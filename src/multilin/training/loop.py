@@ -23,7 +23,7 @@ from torch.distributed import DistError
 from transformers import PreTrainedModel
 
 from multilin.data.prepared import PreparedText
-from multilin.data.task_text import TaskText
+from multilin.data.tasks import TaskText
 from multilin.errors import InputError, plural, system_error
 from multilin.files.lock import locked_folder
 from multilin.runs.adapters import reach

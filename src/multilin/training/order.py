@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from multilin.data.packed_text import Blocks
 from multilin.data.prepared import ConcatBlocks, MixedBlocks
-from multilin.data.task_text import TaskBlocks
+from multilin.data.tasks import TaskBlocks
 
 WINDOW = 1000
 """Blocks among which every text has its share."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from multilin.data.settings import DEFAULT_KIND, TokenizerRecipe
-from multilin.data.task_text import is_task
+from multilin.data.tasks import is_task
 from multilin.model.factory import DEFAULT_NUM_LAYERS, training_defaults
 from multilin.training.environment import num_processes
 from multilin.training.optimizers import resolve_optimizer

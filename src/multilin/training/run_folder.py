@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.corpora import linked_folders
 from multilin.data.prepared import PreparedText
-from multilin.data.task_text import TaskText
+from multilin.data.tasks import TaskText
 from multilin.data.tokenizers import TOKENIZER_FILES, save_tokenizer
 from multilin.errors import InputError
 from multilin.files import atomic_files, beside, check_folder, check_writable, remove_partials, short_path, write_whole

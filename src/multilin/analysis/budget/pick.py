@@ -27,7 +27,7 @@ from multilin.analysis.budget.rule import (
 )
 from multilin.analysis.plan import find_vocab_size
 from multilin.data.settings import BYTE_VOCAB_SIZE
-from multilin.data.task_text import is_task
+from multilin.data.tasks import is_task
 from multilin.data.tokenizers import VocabularyTooLarge
 from multilin.errors import InputError
 from multilin.model.memory import available_memory

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from multilin.analysis.compare.rows import Choice, Plan
 from multilin.analysis.compare.statistics import Difference, Spread, is_above_chance, pairwise, spread
-from multilin.data.task_text import is_task, task_text
+from multilin.data.tasks import is_task, task_text
 from multilin.errors import InputError, plural
 from multilin.runs.files import ADAPTER_WEIGHTS
 from multilin.settings.inputs import read_json

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multilin.analysis.compare.sweep import Sweep, builtin_sweep, nested
-from multilin.data.task_text import is_task
+from multilin.data.tasks import is_task
 from multilin.errors import InputError, nearest, prefixed, shown
 from multilin.model.factory import model_names
 from multilin.settings import load_settings

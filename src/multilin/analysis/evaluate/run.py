@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from multilin.analysis.evaluate.breakdown import Breakdown, break_down
 from multilin.analysis.settings import EvaluationSettings
 from multilin.data.corpora import read_documents
-from multilin.data.packed_text import Blocks, PackedText, check_cuts
-from multilin.data.packing import pack
+from multilin.data.packed_text import Blocks, PackedText, check_cuts, pack
 from multilin.data.progress import Progress, no_progress
 from multilin.data.tokenizers import tokenizer_hash, trained_end
 from multilin.errors import InputError, prefixed

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import _results
 from benchmarks._turns import seconds_in_turns
-from multilin.machine import keep_freed_memory
+from multilin.analysis.machine import keep_freed_memory
 from multilin.ops.block_outer import block_outer
 from multilin.training.processes import accelerator_or_cpu as device
 

@@ -23,8 +23,8 @@ import torch
 from benchmarks import _results
 from benchmarks._engines import OurDecoder, make_decoder
 from benchmarks._models import add_sizes, build, train_step
+from multilin.analysis.machine import keep_freed_memory
 from multilin.inference.onnx_engine import OnnxEngine
-from multilin.machine import keep_freed_memory
 from multilin.ops.threads import SECONDS, adapt, following_load
 
 LEAST_QUIET, LEAST_BUSY = 0.95, 2.5  # of the speed with a fixed number of threads

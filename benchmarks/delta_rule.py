@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from benchmarks import _results
 from benchmarks._turns import seconds_in_turns
-from multilin.machine import keep_freed_memory
+from multilin.analysis.machine import keep_freed_memory
 from multilin.ops.delta_rule import DELTA_RULE, portable, reference
 from multilin.training.processes import accelerator_or_cpu as device
 

@@ -13,8 +13,8 @@ import torch
 from benchmarks import _results
 from benchmarks._models import add_sizes, build_for
 from benchmarks._turns import repeated, seconds_in_turns
+from multilin.analysis.machine import keep_freed_memory
 from multilin.layers.linear import Arithmetic
-from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
 from multilin.ops.int8 import int8_linear, quantize
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import _results
 from benchmarks._turns import beside_a_copy
-from multilin.machine import keep_freed_memory
+from multilin.analysis.machine import keep_freed_memory
 from multilin.ops.linear_recurrence import LINEAR_RECURRENCE, portable, reference
 from multilin.training.processes import accelerator_or_cpu as device
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import _plots, _results
 from benchmarks._turns import beside_a_copy, seconds_in_turns
-from multilin.machine import keep_freed_memory, why_not
+from multilin.analysis.machine import keep_freed_memory, why_not
 from multilin.ops.prefix_softmax import PREFIX_SOFTMAX, portable, prefix_softmax, reference
 
 if TYPE_CHECKING:

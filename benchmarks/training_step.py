@@ -31,8 +31,8 @@ from benchmarks import _plots, _results
 from benchmarks._models import add_sizes, build_for, multiplied, options_of, train_step
 from benchmarks._turns import speeds, times_in_turns
 from multilin.analysis.costs import forward_flops
+from multilin.analysis.machine import keep_freed_memory
 from multilin.architectures import architectures
-from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES
 from multilin.training.precision import has_bf16

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import _results
 from benchmarks._turns import repeated, seconds_in_turns
-from multilin.machine import keep_freed_memory
+from multilin.analysis.machine import keep_freed_memory
 from multilin.ops.windowed_attention import windowed_attention
 from multilin.training.processes import accelerator_or_cpu as device
 

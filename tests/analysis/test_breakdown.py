@@ -22,7 +22,7 @@ from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.model.factory import create_model
 from multilin.runs.load import Run
-from multilin.scoring.losses import evaluate, read_blocks
+from multilin.training.losses import evaluate, read_blocks
 from multilin.training.recipe import load_recipe
 
 TEXTS = ["The cat sat on 12 mats,\nand 7 dogs ran. " * 9, "", "naïve 你好 😀 " * 13, "x"]

@@ -36,8 +36,8 @@ from multilin.analysis.compare.sweep import Budget, Sweep, changed
 from multilin.cli.compare import CompareArguments, _next, print_comparison
 from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
-from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training import loop
+from multilin.training.losses import Evaluation, evaluate
 from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe, save_recipe

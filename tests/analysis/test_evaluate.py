@@ -13,7 +13,7 @@ from multilin.data.packed_text import Blocks, PackedText
 from multilin.data.packing import pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.scoring.losses import evaluate, token_losses
+from multilin.training.losses import evaluate, token_losses
 
 TEXTS = ["The cat sat on the mat.\n" * 3, "", "naïve 你好 😀", "x"]
 

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from multilin.analysis.budget.measure import TextMeasure
-from multilin.analysis.budget.pick import Pick
-from multilin.analysis.budget.rule import Candidate, Choice, Size
 from multilin.analysis.costs import training_flops_per_token
+from multilin.analysis.minutes import Candidate, Pick, Size
 from multilin.analysis.plan import TrainingPlan, describe_plan, find_vocab_size, plan_training
 from multilin.analysis.settings import PlanSettings
 from multilin.cli.main import VERBS, main
@@ -269,12 +267,11 @@ def test_a_run_by_the_clock_has_the_steps_that_fit(
 def test_minutes_plan_what_train_picks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps_measured: list[tuple[int, str]]
 ) -> None:
-    text, size = TextMeasure(10**6, 3 * 10**6, 2.0, 1.0), Size(32, 2, 258)
-    choice = Choice(Candidate(size, 1000, 1e5, 1), 64_000, 1.0)
+    candidate = Candidate(Size(0, 32, 2, 258), 1000, 1000.0)
     given = recipe(**{"training.minutes": 3.0, "training.batch_size": 4})
-    found = Pick(given, text, choice, 1000.0, 1.5, 0.1, ["The run ends early."])
+    found = Pick(given, candidate, 64_000, 10**6, 3 * 10**6, 2.0, ["The run ends early."])
     asked = []
-    monkeypatch.setattr("multilin.analysis.budget.pick.pick", lambda *words: asked.append(words[:3]) or found)
+    monkeypatch.setattr("multilin.analysis.minutes.pick", lambda *words: asked.append(words[:3]) or found)
     fields = {"data.source": "my books"}
     assert main(["plan", "--minutes", "3", "--data.source", "my books"]) == 0
     shown = capsys.readouterr()

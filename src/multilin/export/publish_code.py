@@ -16,7 +16,7 @@ from multilin.model.remote import AUTO_FILE, AUTO_MAP
 
 _PACKAGE = "multilin"
 _ROOT = Path(multilin.__file__).parent
-_STAND_INS = f"{_PACKAGE}.publish.stand_ins"
+_STAND_INS = f"{_PACKAGE}.export.publish_stand_ins"
 _SETTINGS = {f"{_PACKAGE}.settings", f"{_PACKAGE}.settings.bounds"}
 _ONLY_FOR_CHECKS = {"annotated_types", "jaxtyping", "pydantic", "pydantic_core"}
 _HEAD = f'''"""multilin {multilin.__version__}: the model of this folder, in PyTorch alone.

@@ -8,9 +8,9 @@ import yaml
 
 from multilin.data.tokenizers import save_tokenizer
 from multilin.errors import InputError, plural
+from multilin.export.publish_code import model_files, own_architectures
 from multilin.files import atomic_folder, write_whole
 from multilin.model import MultilinForCausalLM
-from multilin.publish.code import model_files, own_architectures
 from multilin.runs.load import Run
 
 CARD = "README.md"

@@ -79,6 +79,7 @@ def print_pick(picked: "Pick") -> None:
     recipe, size = picked.recipe, picked.candidate.size
     plan, tokens = recipe.training, picked.tokens
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
+    rate = recipe.optimizer.learning_rate or "of the architecture"
     rows = {
         "text": f"{picked.train_bytes / 1e6:,.1f} MB to train on; a counting model of three tokens reaches "
         f"{picked.trigram:.3f} bits per byte",
@@ -86,7 +87,7 @@ def print_pick(picked: "Pick") -> None:
         "model": f"{recipe.model.kind}, width {size.hidden_size}, {plural(size.num_layers, 'layer')}, "
         f"vocabulary {size.vocab_size:,}",
         "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / picked.train_tokens:.2g} passes), "
-        f"steps of {blocks} x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}"
+        f"steps of {blocks} x {recipe.model.n_positions}, learning rate {rate}"
         + ("" if decay is None else f", weight decay {decay:g}"),
         "time": f"at most {plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
     }

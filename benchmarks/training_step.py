@@ -175,9 +175,7 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
-    """Tokens per second: lines over the length of a text, bars where there is one length."""
-    if len(arguments.lengths) == 1:
-        return _bars(rows, arguments.lengths[0])
+    """Tokens per second over the length of a text."""
     figure, ((axis,),) = _plots.figure(1, 1, height=4.8)
     _plots.lines_of_models(axis, rows, "length", "tokens_per_second")
     _plots.scale_x(axis, arguments.lengths)
@@ -185,18 +183,4 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set(xlabel="tokens of a text", ylabel="tokens per second of a training step")
     _plots.name_ends(axis)
-    return figure
-
-
-def _bars(rows: _results.Rows, length: int) -> "Figure":
-    shown = sorted(rows, key=lambda row: row["tokens_per_second"])
-    figure, ((axis,),) = _plots.figure(1, 1, height=1 + 0.36 * len(rows))
-    colours = [_plots.colour(row["model"]) for row in shown]
-    names = [_plots.title(row["model"]) for row in shown]
-    bars = axis.barh(names, [row["tokens_per_second"] for row in shown], color=colours)
-    axis.bar_label(bars, [f"{row['tokens_per_second']:,.0f}" for row in shown], padding=3)
-    axis.margins(x=0.12)
-    axis.set_xlabel(f"tokens per second of a training step, texts of {length:,} tokens")
-    axis.set_xticks([])
-    axis.spines["bottom"].set_visible(False)
     return figure

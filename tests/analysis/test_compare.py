@@ -370,7 +370,7 @@ def test_the_time_of_the_runs_that_follow_is_estimated(sandbox: Path, monkeypatc
 
 
 def test_runs_of_equal_seconds_take_equal_seconds(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.compare.plan.seconds_per_step", lambda *_: {"elita": 0.2, "gpt2": 0.1})
+    monkeypatch.setattr("multilin.analysis.compare.rows.seconds_per_step", lambda *_: {"elita": 0.2, "gpt2": 0.1})
     progress = Ahead()
     compare(a_sweep(sandbox, "equal", budget=Budget(seconds=1), seeds=[0]), progress=progress)
     assert progress.seconds[0] == pytest.approx(1)

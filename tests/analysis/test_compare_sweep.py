@@ -10,10 +10,8 @@ import pytest
 import torch
 import yaml
 
-from multilin.analysis.compare import speeds
-from multilin.analysis.compare.plan import plan_choice, plan_rows
-from multilin.analysis.compare.rows import rows_of
-from multilin.analysis.compare.speeds import SPEED_FILE, read_speeds
+from multilin.analysis.compare import rows as speeds
+from multilin.analysis.compare.rows import SPEED_FILE, plan_choice, plan_rows, read_speeds, rows_of
 from multilin.analysis.compare.sweep import Budget, Sweep, builtin_sweep, changed, choices_of, find_sweep, load_sweep
 from multilin.analysis.costs import training_flops_per_token
 from multilin.cli.main import main

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.architectures import architectures, base, get_architecture
 from multilin.errors import InputError
-from multilin.export.publish import publish_run
-from multilin.export.publish_code import model_files, own_architectures
+from multilin.export.publish import model_files, own_architectures, publish_run
 from multilin.model.factory import create_model
 from multilin.model.remote import AUTO_FILE
 from multilin.runs.load import Run

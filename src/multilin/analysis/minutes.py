@@ -66,7 +66,6 @@ BY_HEART_DECAY = 0.05  # in steps of `SHORT_RUN`
 
 COUNTED_BYTES = 10**8  # of a text, as many as some hours of a small machine read
 COUNTED_NGRAMS = 300_000  # for the counting model that is named beside the text
-SPEED_SECONDS = 1.0  # of training steps of each size
 MEASURING_SHARE = 0.25  # of the whole time, after which the machine is measured no more
 TRAINING_SHARE = 0.9  # of the time that is left when the text is ready; the rest validates, saves, loads batches
 VALIDATIONS = 4  # before the last one
@@ -131,12 +130,11 @@ def pick(
     progress.message("measuring this machine and the text")
     text = None if picker.given_vocabulary is None else picker.read_text(picker.given_vocabulary, progress)
     train_bytes = count_bytes(picker.base.data) if text is None else text.train.num_bytes
-    seconds, until = TRAINING_SHARE * _time_left(minutes, began), began + MEASURING_SHARE * 60 * minutes
+    seconds, until = _training_seconds(minutes, began), began + MEASURING_SHARE * 60 * minutes
     measured = list(picker.measure(train_bytes, seconds, until))
     if text is None:
         text = picker.read_text(choose(measured, seconds, train_bytes).size.vocab_size, progress)
-    left = _time_left(minutes, began)
-    train_bytes, seconds = text.train.num_bytes, _training_seconds(minutes, left)
+    train_bytes, seconds = text.train.num_bytes, _training_seconds(minutes, began)
     picked = choose(measured, seconds, train_bytes)
     picked = dataclasses.replace(picked, size=dataclasses.replace(picked.size, vocab_size=len(text.tokenizer)))
     most_tokens = MOST_PASSES * text.train.num_tokens
@@ -146,7 +144,8 @@ def pick(
     tokens = max(1, round(min(seconds * picked.tokens_per_second, most_tokens)))
     remarks = []
     if tokens == most_tokens:
-        needed = 60 * minutes - left + tokens / picked.tokens_per_second / TRAINING_SHARE + START_AND_END
+        steps = tokens / picked.tokens_per_second / TRAINING_SHARE
+        needed = time.monotonic() - began + steps + START_AND_END
         remarks.append(
             f"More than {MOST_PASSES} passes over this text would overfit: the run ends after them, in about "
             f"{min(needed / 60, minutes):.1f} minutes. More text would be worth more time."
@@ -214,28 +213,17 @@ def recipe_values(
     }
 
 
-def _training_seconds(minutes: float, left: float) -> float:
-    """Seconds that remain for steps.
-
-    Raises:
-        InputError: there are none beside what the clock of a run keeps back for its end.
-    """
-    seconds = min(TRAINING_SHARE * left, left - ENDING - 2 * FIRST_SAVE)
-    if seconds <= 0:
-        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring left {left:.0f} s; give more")
-    return seconds
-
-
-def _time_left(minutes: float, began: float) -> float:
-    """Seconds that are left of the minutes.
+def _training_seconds(minutes: float, began: float) -> float:
+    """Seconds that remain for steps, beside what the clock of a run keeps back for its end.
 
     Raises:
         InputError: so few that hardly a step could be made.
     """
     used = time.monotonic() - began
-    if (left := 60 * minutes - used) <= used / 10:
+    left = 60 * minutes - used
+    if (seconds := min(TRAINING_SHARE * left, left - ENDING - 2 * FIRST_SAVE)) <= used / 10:
         raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s so far; give more")
-    return left
+    return seconds
 
 
 class _Picker:
@@ -285,31 +273,20 @@ class _Picker:
         except VocabularyTooLarge as error:
             if self.given_vocabulary is not None or (not self._is_bytes_allowed and error.most <= BYTE_VOCAB_SIZE):
                 raise
-            supported = max((size for size in VOCABULARIES if size <= error.most), default=None)
             fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else error.most
-            return self._read(supported or fewest, progress)
+            return self._read(max((size for size in VOCABULARIES if size <= error.most), default=fewest), progress)
 
     def _read(self, vocab_size: int, progress: TrainingProgress) -> PreparedText:
         size = dataclasses.replace(self.sizes(vocab_size)[0], vocab_size=vocab_size)
         return read_text(self.recipe(size), progress.prepare)
 
     def measure(self, train_bytes: int, seconds: float, until: float) -> Iterator[Candidate]:
-        """The sizes that may be picked, the smallest first, up to the first that memory, text or time is too small for.
-
-        Raises:
-            InputError: the memory suffices for none.
-        """
-        memory = available_memory()
+        """The smallest size, and those after it up to the first that memory, text or time is too small for."""
+        memory = available_memory() or math.inf
         for number, size in enumerate(self.sizes(ENTRIES * math.sqrt(train_bytes))):
             needed, parameters = self._count(size)
-            if memory is not None and needed > memory and number == 0:
-                raise InputError(
-                    f"--minutes: training the smallest model takes {needed / 1e6:,.0f} MB of memory, and "
-                    f"{memory / 1e6:,.0f} are left; close other programs"
-                )
-            if number and ((memory is not None and needed > memory) or parameters > MOST_PARAMETERS * train_bytes):
-                return
-            if number and time.monotonic() > until:
+            is_too_large = needed > memory or parameters > MOST_PARAMETERS * train_bytes
+            if number and (is_too_large or time.monotonic() > until):
                 return
             found = self.measured(size, until)
             yield found
@@ -319,8 +296,7 @@ class _Picker:
     def measured(self, size: Size, until: float) -> Candidate:
         """A size with the speed of its training steps on this machine."""
         recipe = self.recipe(size)
-        enough = min(until, time.monotonic() + SPEED_SECONDS)
-        seconds = step_seconds(recipe, size.vocab_size, enough, accelerator_or_cpu())
+        seconds = step_seconds(recipe, size.vocab_size, until, accelerator_or_cpu())
         tokens = recipe.training.batch_size * recipe.model.n_positions
         return Candidate(size, self._count(size)[1], tokens / seconds)
 

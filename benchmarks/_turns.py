@@ -74,16 +74,6 @@ def seconds_of(task: Callable[[], object], now: Callable[[], float] = time.perf_
     return now() - start
 
 
-def repeated(task: Callable[[], object], times: int) -> Callable[[], None]:
-    """A task that does the same several times."""
-
-    def run() -> None:
-        for _ in range(times):
-            task()
-
-    return run
-
-
 def synchronize() -> None:
     """Wait for the accelerator, if there is one."""
     if torch.accelerator.is_available():

@@ -110,7 +110,7 @@ def test_a_vocabulary_is_picked_that_the_text_supports(picked: Callable[..., Pic
 def test_too_little_time_is_refused_and_memory_bounds_the_size(
     picked: Callable[..., Pick], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match="--minutes: 0.05 given, but reading and measuring took"):
+    with pytest.raises(InputError, match=r"--minutes: 0\.05 given, but reading and measuring took"):
         picked(0.05)
     monkeypatch.setattr(picking, "available_memory", lambda: 1)
     assert picked(20).candidate.size.hidden_size == TABLE[0].hidden_size

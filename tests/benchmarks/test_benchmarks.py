@@ -7,7 +7,6 @@ import lzma
 import os
 import random
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import benchmarks.__main__
 from benchmarks import gpu, ops
 from benchmarks.__main__ import main, names
-from benchmarks._results import parse
 from multilin.errors import InputError
 from tests.processes import PYTHON, run
 
@@ -90,15 +88,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
 ) -> None:
     assert main(["decode", "--json", str(tmp_path / "absent" / "found.json")]) == 1
     assert "--json: the folder" in capsys.readouterr().err
-
-
-def test_the_processor_time_of_one_thread_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    assert parse(ArgumentParser(), ["--clock", "cpu", "--threads", "2"], clock=True).threads == 1
-    assert parse(ArgumentParser(), ["--threads", "2"], clock=True).clock == "wall"
-    parse(ArgumentParser(), [], threads=True)
-    assert numbers == [1, 2]
 
 
 def test_a_training_step_is_timed_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,19 +227,3 @@ def test_what_needs_no_training_is_scored_on_the_final_half(tmp_path: Path, monk
     assert easy["5-gram, vocabulary 300"] < easy["3-gram, vocabulary 300"]
     assert all(5.9 < bits < 9 for name, bits in hard.items() if "gram" not in name)  # 64 symbols, at random
     assert all(easy[name] < hard[name] for name in easy)
-
-
-@pytest.mark.slow
-def test_recall_is_compared_at_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.compare.measure.CONTEXTS", (8,))
-    monkeypatch.setattr("benchmarks.recall.TOKENS_PER_STEP", 128)
-    settings = ["--pairs", "2", "3", "--lengths", "16", "32", "--vocab-size", "64", "--tokens", "20000"]
-    models = ["--models", "elita", "llama", "--rates", "1e-2", "--hidden-sizes", "16"]
-    assert main(["recall", "--save", str(tmp_path), *settings, *models, "--folder", str(tmp_path / "runs")]) == 0
-    rows = _saved(tmp_path, "recall")["rows"]
-    assert [(row["pairs"], row["length"]) for row in rows] == [(2, 16)] * 2 + [(3, 32)] * 2
-    states = {(row["model"], row["length"]): row["state_bytes"] for row in rows}
-    assert states["elita", 16] == states["elita", 32]
-    assert states["llama", 32] == 2 * states["llama", 16]
-    assert {row["learning_rate"] for row in rows} == {1e-2}
-    assert (tmp_path / "recall.png").read_bytes().startswith(PNG)

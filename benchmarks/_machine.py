@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from multilin.machine import cpu_name, installed_version
+from multilin.analysis.machine import cpu_name, installed_version
 from multilin.ops.threads import available_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")  # that decide about speed

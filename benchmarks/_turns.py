@@ -2,12 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 Key, Result = TypeVar("Key"), TypeVar("Result")
 
@@ -42,44 +41,6 @@ def times_in_turns(
     )
 
 
-def beside_a_copy(
-    ways: Mapping[str, Callable[[], Tensor]], inputs: Sequence[Tensor], dresult: Tensor, moved: Mapping[str, int],
-    turns: int, clock: str, *, slow_turns: int | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Median milliseconds of each way to a result, forward and with gradients, and times the limit, which comes first.
-
-    Args:
-        ways: functions that give the result.
-        inputs: that gradients are taken of.
-        dresult: the gradient of the result.
-        moved: tensors of its size that are read and written, "forward" and "backward": the limit copies half of them.
-        turns, clock, slow_turns: see `times_in_turns`.
-    """
-
-    def forward(way: Callable[[], Tensor]) -> None:
-        with torch.no_grad():
-            way()
-
-    def backward(way: Callable[[], Tensor]) -> None:
-        torch.autograd.grad(way(), inputs, dresult)
-
-    limit = "limit: copy"
-    tasks: dict[tuple[str, str], Callable[[], object]] = {}
-    for (kind, count), run in zip(moved.items(), (forward, backward), strict=True):
-        size, like = count * dresult.numel() // 2, {"device": dresult.device, "dtype": dresult.dtype}
-        tasks[limit, kind] = partial(torch.empty(size, **like).copy_, torch.randn(size, **like))
-        tasks |= {(name, kind): partial(run, way) for name, way in ways.items()}
-    seconds = seconds_in_turns(tasks, turns, clock, slow_turns=slow_turns)
-    return [
-        {
-            "name": name,
-            **{f"{kind}_ms": 1e3 * seconds[name, kind] for kind in moved},
-            **{f"{kind}_over_limit": seconds[name, kind] / seconds[limit, kind] for kind in moved},
-        }
-        for name in (limit, *ways)
-    ]
-
-
 def results_in_turns(
     tasks: Mapping[Key, Callable[[], Result]],
     turns: int,
@@ -111,16 +72,6 @@ def seconds_of(task: Callable[[], object], now: Callable[[], float] = time.perf_
     task()
     synchronize()
     return now() - start
-
-
-def repeated(task: Callable[[], object], times: int) -> Callable[[], None]:
-    """A task that does the same several times."""
-
-    def run() -> None:
-        for _ in range(times):
-            task()
-
-    return run
 
 
 def synchronize() -> None:

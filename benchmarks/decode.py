@@ -16,7 +16,7 @@ import math
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,14 +41,11 @@ from multilin.model.factory import BASELINES
 from multilin.model.memory import available_memory, parameter_bytes
 from multilin.training.processes import accelerator_or_cpu as device
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
-    arguments = _results.parse(_parser(), argv, draws=True, threads=True)
+    arguments = _results.parse(_parser(), argv, threads=True)
     torch.manual_seed(0)
     check_installed(arguments.engines)
     positions = {name: _readable(name, arguments) for name in arguments.models}
@@ -63,7 +60,7 @@ def main(argv: list[str]) -> None:
     print(f"{sizes}, vocabulary {arguments.vocab_size}, threads: {torch.get_num_threads()}")
     with tempfile.TemporaryDirectory() as temporary:
         rows = _measure(models, positions, Path(arguments.exports or temporary), arguments)
-    _results.save("decode", arguments, rows, draw)
+    _results.save("decode", arguments, rows)
 
 
 def _measure(
@@ -195,31 +192,6 @@ def _print_row(row: Row, middle: str, memory: int | None) -> None:
     spread = f"{row['slowest']:,.0f} - {row['fastest']:,.0f}"
     shown = "" if memory is None else f"{memory / 1e6:,.1f}"
     print(f"{label:28}{row['position'] or '':>8}{middle:>23}{row['tokens_per_second']:>10,.0f}{spread:>20}{shown:>14}")
-
-
-def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
-    """Tokens per second and bytes of the state over the tokens read before, a row of panels per batch size."""
-    from matplotlib.ticker import EngFormatter
-
-    figure, panels = _plots.figure(len(arguments.batch_sizes), 2, height=3.4)
-    for axes, batch_size in zip(panels, arguments.batch_sizes, strict=True):
-        shown = [
-            row for row in rows if row["task"] == "generate" and row["position"] and row["batch_size"] == batch_size
-        ]
-        for axis, key in zip(axes, ("tokens_per_second", "state_bytes"), strict=True):
-            _plots.lines_of_models(axis, shown, "position", key)
-            _plots.scale_x(axis, arguments.positions)
-        axes[0].set_ylim(bottom=0)
-        axes[0].yaxis.set_major_formatter("{x:,.0f}")
-        axes[1].set_yscale("log")
-        axes[1].yaxis.set_major_formatter(EngFormatter(unit="B"))
-        axes[0].set_title(f"tokens per second, batch of {batch_size}", fontsize=10)
-        axes[1].set_title("bytes of state", fontsize=10)
-        for axis in axes:
-            _plots.name_ends(axis)
-    for axis in panels[-1]:
-        axis.set_xlabel("tokens read before")
-    return figure
 
 
 def _parser() -> argparse.ArgumentParser:

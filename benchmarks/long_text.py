@@ -15,7 +15,7 @@ from benchmarks import _results
 from benchmarks._memory import own_peak_bytes
 from benchmarks._models import add_sizes, build_for, train_step
 from multilin import MultilinForCausalLM
-from multilin.machine import keep_freed_memory
+from multilin.analysis.machine import keep_freed_memory
 
 
 def main(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ from benchmarks import _results
 from multilin.data.corpora import read_documents
 from multilin.data.prepare import prepare_text
 from multilin.data.settings import DataRecipe, TokenizerRecipe
-from multilin.scoring.ngrams import NgramModel
+from multilin.training.ngrams import NgramModel
 
 BY_NAME_ONLY = "it needs a text"
 GZIP_WINDOW = 2**15

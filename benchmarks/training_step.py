@@ -31,8 +31,8 @@ from benchmarks import _plots, _results
 from benchmarks._models import add_sizes, build_for, multiplied, options_of, train_step
 from benchmarks._turns import speeds, times_in_turns
 from multilin.analysis.costs import forward_flops
+from multilin.analysis.machine import keep_freed_memory
 from multilin.architectures import architectures
-from multilin.machine import keep_freed_memory
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import BASELINES
 from multilin.training.precision import has_bf16
@@ -175,9 +175,7 @@ def _print(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
-    """Tokens per second: lines over the length of a text, bars where there is one length."""
-    if len(arguments.lengths) == 1:
-        return _bars(rows, arguments.lengths[0])
+    """Tokens per second over the length of a text."""
     figure, ((axis,),) = _plots.figure(1, 1, height=4.8)
     _plots.lines_of_models(axis, rows, "length", "tokens_per_second")
     _plots.scale_x(axis, arguments.lengths)
@@ -185,18 +183,4 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set(xlabel="tokens of a text", ylabel="tokens per second of a training step")
     _plots.name_ends(axis)
-    return figure
-
-
-def _bars(rows: _results.Rows, length: int) -> "Figure":
-    shown = sorted(rows, key=lambda row: row["tokens_per_second"])
-    figure, ((axis,),) = _plots.figure(1, 1, height=1 + 0.36 * len(rows))
-    colours = [_plots.colour(row["model"]) for row in shown]
-    names = [_plots.title(row["model"]) for row in shown]
-    bars = axis.barh(names, [row["tokens_per_second"] for row in shown], color=colours)
-    axis.bar_label(bars, [f"{row['tokens_per_second']:,.0f}" for row in shown], padding=3)
-    axis.margins(x=0.12)
-    axis.set_xlabel(f"tokens per second of a training step, texts of {length:,} tokens")
-    axis.set_xticks([])
-    axis.spines["bottom"].set_visible(False)
     return figure

@@ -9,8 +9,8 @@ import multilin
 
 SOURCE = Path(multilin.__file__).parent
 ORDER = (
-    "errors", "files", "settings", "ops", "layers", "architectures", "model", "data", "runs", "scoring", "inference",
-    "training", "machine", "analysis", "export", "publish", "serving", "cli",
+    "errors", "files", "settings", "ops", "layers", "architectures", "model", "data", "runs", "inference", "training",
+    "analysis", "export", "serving", "cli",
 )  # fmt: skip
 MOST_LOOSE_MODULES = 5
 

@@ -1,11 +1,9 @@
 """Scores by position, document and kind of token: every breakdown sums up to the whole, and long texts stream."""
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from multilin.analysis.evaluate.breakdown import CLASSES, FEWEST_BYTES, Breakdown, TokenKinds, as_data, break_down
-from multilin.analysis.evaluate.run import break_down_run, check_reads_any_length, read_whole
-from multilin.analysis.settings import EvaluationSettings
+from multilin.analysis.evaluate.run import check_reads_any_length, read_whole
 from multilin.data.corpora import Document
 from multilin.data.packed_text import PackedText, pack
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
 from multilin.model.factory import create_model
 from multilin.runs.load import Run
-from multilin.scoring.losses import evaluate, read_blocks
-from multilin.training.recipe import load_recipe
+from multilin.training.losses import evaluate, read_blocks
 
 TEXTS = ["The cat sat on 12 mats,\nand 7 dogs ran. " * 9, "", "naïve 你好 😀 " * 13, "x"]
 PARTS = ("by_position", "by_document", "by_class", "by_frequency")
@@ -211,35 +207,3 @@ def test_models_that_cannot_read_long_texts_say_so(make_run: Callable[[str], Run
     for architecture in ("additive", "linear_mixer", "gpt2", "llama"):
         with pytest.raises(InputError, match=r"^long: this model reads at most 32 tokens; leave --long out"):
             check_reads_any_length(make_run(architecture))
-
-
-def test_a_short_text_is_not_padded_to_all_that_a_model_can_read(
-    make_run: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, sizes = tmp_path / "text.txt", []
-    source.write_text("The cat")
-
-    def read(*given: Any, block_size: int, **options: Any) -> Any:
-        sizes.append(block_size)
-        return read_blocks(*given, block_size=block_size, **options)
-
-    monkeypatch.setattr("multilin.analysis.evaluate.run.read_blocks", read)
-    run = dataclasses.replace(make_run("gpt2"), folder=tmp_path)
-    evaluation = break_down_run(run, EvaluationSettings(source=str(source))).evaluation
-    assert sizes == [evaluation.tokens + 1]
-    assert run.longest_text is not None
-    assert sizes[0] < run.longest_text
-
-
-def test_the_recipe_is_read_once(
-    make_run: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, folders = tmp_path / "text.txt", []
-    source.write_text(TEXTS[0])
-    (tmp_path / "recipe.yaml").touch()
-    recipe = load_recipe(None, {"model.n_positions": 16})
-    monkeypatch.setattr("multilin.analysis.evaluate.run.load_recipe", lambda folder: folders.append(folder) or recipe)
-    run = dataclasses.replace(make_run("gpt2"), folder=tmp_path)
-    breakdown = break_down_run(run, EvaluationSettings(source=str(source)))
-    assert folders == [tmp_path]
-    assert breakdown.by_position[-1].name == "8 to 15"  # blocks are as long as in training

@@ -18,26 +18,23 @@ from scipy import stats
 
 from multilin.analysis.compare import measure
 from multilin.analysis.compare.answers import (
-    amount,
     best_sentence,
     cost_sentence,
     cost_to_reach,
-    p_text,
     remarks_on,
     speed_sentence,
     verdict,
 )
 from multilin.analysis.compare.record import FAILED, FINISHED, Comparison, Point, RunRecord, further_choice, ranking
 from multilin.analysis.compare.report import as_html, as_json, as_markdown, dots, table
-from multilin.analysis.compare.rows import _parts
 from multilin.analysis.compare.run import compare
 from multilin.analysis.compare.statistics import Spread, is_above_chance, pairwise, spread
 from multilin.analysis.compare.sweep import Budget, Sweep, changed
 from multilin.cli.compare import CompareArguments, _next, print_comparison
 from multilin.data.packed_text import PackedText
 from multilin.errors import InputError
-from multilin.scoring.losses import Evaluation, evaluate
 from multilin.training import loop
+from multilin.training.losses import Evaluation, evaluate
 from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe, save_recipe
@@ -168,50 +165,6 @@ def test_samples_are_text_to_the_browser(found: Comparison) -> None:
     assert "&lt;img src=x&gt;" in html
 
 
-def test_no_two_of_many_rows_are_drawn_alike(found: Comparison, tmp_path: Path, browser: Any) -> None:
-    rows = [dataclasses.replace(found.row("elita"), name=f"row {number}", colour=number) for number in range(30)]
-    (tmp_path / "many.html").write_text(
-        as_html(
-            dataclasses.replace(
-                found,
-                rows=rows,
-                order=[row.name for row in rows],
-                differences=pairwise({row.name: row.score for row in rows}, found.measure),
-            )
-        )
-    )
-    page = browser.new_page()
-    page.goto(f"file://{tmp_path}/many.html")
-    lines = page.locator(".legend").first.locator("line").all()
-    drawn = {(line.get_attribute("stroke"), line.get_attribute("stroke-dasharray")) for line in lines}
-    assert len(drawn) == len(lines) == 30
-
-
-NAMES_IN_FRAME = """
-const fillText = CanvasRenderingContext2D.prototype.fillText, texts = [];
-CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
-  texts.push([text, this.canvas]);
-  return fillText.call(this, text, ...place);
-};
-globalThis.inCourse = () => texts.filter(([, canvas]) => canvas.closest("#course")).map(([text]) => text);
-"""
-
-
-def test_the_course_of_few_validations_is_drawn(found: Comparison, tmp_path: Path, browser: Any) -> None:
-    """The first two of a longer one are left above the frame."""
-    for number in (1, 2, 3):
-        rows = [
-            dataclasses.replace(row, runs=[dataclasses.replace(run, course=run.course[-number:]) for run in row.runs])
-            for row in found.rows
-        ]
-        (tmp_path / "course.html").write_text(as_html(dataclasses.replace(found, rows=rows)))
-        page = browser.new_page()
-        page.add_init_script(NAMES_IN_FRAME)
-        page.goto(f"file://{tmp_path}/course.html")
-        page.wait_for_timeout(100)
-        assert {"elita", "gpt2"} <= set(page.evaluate("inCourse()"))
-
-
 def test_a_failed_row_is_shown_as_failed_and_the_rest_stands(found: Comparison, sandbox: Path) -> None:
     broken = found.row("broken")
     assert broken.status == "failed"
@@ -228,11 +181,6 @@ def test_the_state_of_gpt2_grows_and_that_of_elita_does_not(found: Comparison) -
     assert states["gpt2"] == [2 * 16 * 4 * 8, 2 * 16 * 4 * 40]
     assert found.row("gpt2").memory == 2 * 16 * 4 * 16
     assert "the state of gpt2 grows with the sequence" in cost_sentence(found)
-
-
-def test_a_baseline_that_reads_across_documents_is_said_to(found: Comparison) -> None:
-    assert any("documents packed into one block see each other" in remark for remark in found.row("gpt2").remarks)
-    assert not any("documents packed" in remark for remark in found.row("elita").remarks)
 
 
 def test_finished_runs_are_not_trained_again(found: Comparison, sandbox: Path) -> None:
@@ -369,13 +317,6 @@ def test_the_time_of_the_runs_that_follow_is_estimated(sandbox: Path, monkeypatc
     assert again.seconds == []  # nothing is trained
 
 
-def test_runs_of_equal_seconds_take_equal_seconds(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.compare.plan.seconds_per_step", lambda *_: {"elita": 0.2, "gpt2": 0.1})
-    progress = Ahead()
-    compare(a_sweep(sandbox, "equal", budget=Budget(seconds=1), seeds=[0]), progress=progress)
-    assert progress.seconds[0] == pytest.approx(1)
-
-
 def test_trials_have_their_share_of_the_budget(sandbox: Path) -> None:
     stages = [{"optimizer.learning_rate": [1e-6, 1e-2]}]
     sweep = dataclasses.replace(a_sweep(sandbox, "share", rows={"elita": {}}, stages=stages), trial_share=0.5)
@@ -388,14 +329,6 @@ def test_trials_have_their_share_of_the_budget(sandbox: Path) -> None:
     assert any("2 trials each with 50% of the budget" in remark for remark in found.remarks)
 
 
-def test_a_stage_of_one_value_is_taken(sandbox: Path) -> None:
-    stages = [{"optimizer.learning_rate": [1e-4]}]
-    (row,) = compare(a_sweep(sandbox, "single", rows={"elita": {}}, seeds=[0], stages=stages)).rows
-    assert row.choice == {"optimizer.learning_rate": 1e-4}
-    assert row.recipe["optimizer"]["learning_rate"] == 1e-4
-    assert [run.folder for run in row.all_runs] == ["elita-s0-lr0.0001"]
-
-
 def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None:
     stages = [{"optimizer.learning_rate": [1e-5, 1e-4]}]
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], stages=stages), extend=2)
@@ -403,15 +336,6 @@ def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
     assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
-
-
-def test_a_switch_has_no_value_beyond_its_two(found: Comparison) -> None:
-    tuning = [tuning_run(0.1, 2.0), tuning_run(0.2, 3.0)]
-    for tried, is_said in (((0.1, 0.2), True), ((False, True), False)):
-        runs = [dataclasses.replace(run, choice={"x": value}) for run, value in zip(tuning, tried, strict=True)]
-        rows = [dataclasses.replace(row, choice={"x": tried[0]}, tuning=runs) for row in found.rows]
-        comparison = dataclasses.replace(found, rows=rows, stages=[{"x": list(tried)}])
-        assert any("is at the end of what was tried" in remark for remark in remarks_on(comparison)) == is_said
 
 
 STAGES = [
@@ -496,24 +420,6 @@ def test_a_choice_that_cannot_be_trained_has_failed(sandbox: Path) -> None:
         assert "num_heads: 8 given" in last.failure
 
 
-def test_a_value_that_the_field_does_not_accept_ends_the_tuning_alone(
-    sandbox: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("multilin.analysis.compare.run.further_choice", lambda *_: {"optimizer.row_average": 1.62})
-    base = a_sweep(sandbox, "bounded").base | {"optimizer.name": "normalized_sgd"}
-    sweep = a_sweep(
-        sandbox, "bounded", base=base, rows={"elita": {}}, seeds=[0], stages=[{"optimizer.row_average": [0.5, 0.9]}]
-    )
-    found = compare(dataclasses.replace(sweep, extend=2))
-    assert [run.choice["optimizer.row_average"] for run in found.row("elita").tuning] == [0.5, 0.9]
-    assert found.row("elita").score is not None
-
-
-@pytest.mark.parametrize(("p", "text"), [(0.0004, "< 0.001"), (0.001, "0.001"), (0.04999, "0.050")])
-def test_no_p_is_written_as_nought(p: float, text: str) -> None:
-    assert p_text(p) == text
-
-
 def tuning_run(rate: float, bits_per_byte: float | None) -> RunRecord:
     course = [] if bits_per_byte is None else [Point(1, 1, 1.0, 1.0, 1.0, bits_per_byte)]
     return RunRecord(0, "run", {"rate": rate}, FINISHED if course else FAILED, course=course)
@@ -562,15 +468,6 @@ def test_a_warm_up_longer_than_a_trial_is_refused(sandbox: Path) -> None:
     sweep = a_sweep(sandbox, "warm-up", rows={"elita": {}}, stages=[{"schedule.warmup_steps": [1, 500]}])
     with pytest.raises(InputError, match=r"schedule\.warmup_steps: 500 given for a trial of \d+ steps"):
         compare(sweep)
-
-
-def test_choices_that_differ_have_folders_that_differ_and_can_be_made() -> None:
-    names = [_parts({"optimizer.learning_rate": rate})[0] for rate in (0.01, 0.0100000004)]
-    assert names == ["lr0.01", "lr0.0100000004"]
-    layers = [[{"architecture": "tscale", "width": width}] * 9 for width in (1, 2)]
-    long = [_parts({"model.layers": entry})[0] for entry in layers]
-    assert len(set(long)) == 2
-    assert max(map(len, long)) < 100
 
 
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
@@ -718,11 +615,6 @@ def test_no_row_is_called_best_that_others_cannot_be_told_from(
     assert "larger than noise" not in as_markdown(comparison)
 
 
-def test_small_differences_have_their_digits(found: Comparison) -> None:
-    courses = [[[4, 3, base + seed / 1e6] for seed in range(3)] for base in (2.0, 2.0002)]
-    assert "0.010 %" in best_sentence(made_up(found, *courses))
-
-
 def tuned(comparison: Comparison, stages: list[dict[str, Any]], *trials: int) -> Comparison:
     rows = [
         dataclasses.replace(row, tuning=[tuning_run(rate, 2.0) for rate in range(number)])
@@ -749,15 +641,6 @@ def test_the_first_sentence_says_which_rows_were_not_tuned_alike(
     found: Comparison, stages: list[dict[str, Any]], trials: tuple[int, int], sentence: str
 ) -> None:
     assert best_sentence(tuned(made_up(found, *CLEAR), stages, *trials)).startswith(sentence)
-
-
-def test_rows_of_one_rate_are_not_tuned_alike_either(found: Comparison) -> None:
-    comparison = made_up(found, *CLEAR)
-    rows = [
-        dataclasses.replace(row, recipe=row.recipe | {"optimizer": {"learning_rate": 1e-3}}) for row in comparison.rows
-    ]
-    sentence = best_sentence(dataclasses.replace(comparison, rows=rows))
-    assert "this comparison tried none, and all rows have the same." in sentence
 
 
 @pytest.mark.parametrize(
@@ -865,23 +748,6 @@ def test_a_row_keeps_its_colour_whatever_its_rank_and_its_company(found: Compari
     assert {sweep.colour("gpt2") for sweep in (whole, part, again)} == {1}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(999, "999"), (999.7, "1 k"), (999_600, "1 M"), (1234, "1.23 k"), (0.25, "0.25"), (2e18, "2 E")]
-)
-def test_three_digits_and_a_prefix(value: float, text: str) -> None:
-    assert amount(value) == text
-
-
-def test_the_report_names_the_texts_and_the_precision_of_its_runs(found: Comparison) -> None:
-    recipes = [row.recipe | {"training": row.recipe["training"] | {"precision": "float32"}} for row in found.rows]
-    for recipe in recipes:
-        recipe["data"] = recipe["data"] | {"source": "python-docs", "mix": {"prepared/a": 2.0, "prepared/b": 1.0}}
-    rows = [dataclasses.replace(row, recipe=recipe) for row, recipe in zip(found.rows, recipes, strict=True)]
-    text = as_html(dataclasses.replace(found, rows=rows, task=None))
-    assert "on prepared/a, prepared/b." in text
-    assert "precision float32;" in text
-
-
 def test_every_report_says_what_the_validation_text_is(found: Comparison, sandbox: Path) -> None:
     text = json.loads((sandbox / "runs" / found.rows[0].runs[0].folder / "data.json").read_text())["validation"]
     assert " of 60 documents, " in text["summary"]
@@ -939,28 +805,3 @@ def test_the_command_to_type_next_follows_from_the_result(found: Comparison, gue
     assert commands(dataclasses.replace(clear, off_budget={"gpt2": 1.0})) == [again.format(320) + " --overwrite"]
     nothing = dataclasses.replace(clear, rows=[], order=[], differences=[])
     assert commands(nothing) == [again.format(320)]
-
-
-def test_every_p_stays_on_its_line(
-    found: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    comparison = made_up(found, *NOISY)
-    comparison = dataclasses.replace(
-        comparison, rows=[dataclasses.replace(row, name=f"{row.name}-of-the-longest-name") for row in comparison.rows]
-    )
-    comparison = ranked(comparison)
-    p = comparison.differences[0].p
-    print_comparison(comparison)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpt2-of-the-longest-name ")]
-    assert f"+0.033 (1.6 %), within noise (p\u00a0=\u00a0{p:.3f})" in line
-    assert f"within noise (p\u00a0=\u00a0{p:.3f})" in as_markdown(comparison)
-
-
-def test_the_first_chart_puts_everything_at_its_place(found: Comparison) -> None:
-    best, worst = dots(made_up(found, [[4, 3, 2.0], [4, 3, 3.0]], [[5, 4, 4.0], [5, 4, 5.0]]))
-    assert best["mean"] == pytest.approx((best["seeds"][0] + best["seeds"][1]) / 2, abs=1e-2)
-    scale = best["seeds"][1] - best["seeds"][0]  # of one bit per byte
-    assert worst["mean"] - best["mean"] == pytest.approx(2 * scale, abs=1e-2)
-    assert best["width"] == pytest.approx(2 * statistics.stdev([2, 3]) * scale, abs=1e-2)
-    assert all(0 <= place <= 100 for row in (best, worst) for place in [*row["seeds"], row["from"]])

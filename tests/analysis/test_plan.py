@@ -1,17 +1,14 @@
 """What `plan` counts is what small runs count."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
-from multilin.analysis.budget.measure import TextMeasure
-from multilin.analysis.budget.pick import Pick
-from multilin.analysis.budget.rule import Candidate, Choice, Size
 from multilin.analysis.costs import training_flops_per_token
+from multilin.analysis.minutes import Candidate, Pick, Size
 from multilin.analysis.plan import TrainingPlan, describe_plan, find_vocab_size, plan_training
 from multilin.analysis.settings import PlanSettings
 from multilin.cli.main import VERBS, main
@@ -195,14 +192,6 @@ def test_what_does_not_fit_is_said() -> None:
     assert ddp.memory > 141e9
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_not_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multilin.analysis.plan.available_memory", lambda device: None)
-    monkeypatch.setattr("multilin.analysis.plan._product_rate", lambda *_: 1e12)
-    found = plan(recipe(), kind="cpu")
-    assert all(way.fits for way in found.ways)
-    assert describe_plan(found)["device"].startswith("1 x this machine, cpu (")
-
-
 @pytest.fixture
 def steps_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Blocks and device of the steps that are measured; each takes a fifth of a second."""
@@ -227,11 +216,6 @@ def test_this_machine_is_measured(kind: str, steps_measured: list[tuple[int, str
     assert describe_plan(found)["time per step, computing"].startswith("400 ms: ")
 
 
-def test_without_a_kind_it_is_this_machine() -> None:
-    assert PlanSettings().kind == "here"
-    assert PlanSettings().efficiency is None
-
-
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [
@@ -252,11 +236,6 @@ def test_a_step_that_would_take_long_is_estimated(
     assert found.seconds_per_step == pytest.approx(found.tokens_per_step * found.flops_per_token / 1e11 / efficiency)
 
 
-def test_a_measured_step_is_that_of_training() -> None:
-    found = plan(recipe(), kind="cpu")
-    assert 1e-4 < found.seconds_per_step < 60
-
-
 @pytest.mark.parametrize(("most", "steps"), [(None, 300), (1000, 300), (7, 7)])
 def test_a_run_by_the_clock_has_the_steps_that_fit(
     most: int | None, steps: int, steps_measured: list[tuple[int, str]]
@@ -269,12 +248,11 @@ def test_a_run_by_the_clock_has_the_steps_that_fit(
 def test_minutes_plan_what_train_picks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps_measured: list[tuple[int, str]]
 ) -> None:
-    text, size = TextMeasure(10**6, 3 * 10**6, 2.0, 1.0), Size(32, 2, 258)
-    choice = Choice(Candidate(size, 1000, 1e5, 1), 64_000, 1.0)
+    candidate = Candidate(Size(0, 32, 2, 258), 1000, 1000.0)
     given = recipe(**{"training.minutes": 3.0, "training.batch_size": 4})
-    found = Pick(given, text, choice, 1000.0, 1.5, 0.1, ["The run ends early."])
+    found = Pick(given, candidate, 64_000, 10**6, 3 * 10**6, 2.0, ["The run ends early."])
     asked = []
-    monkeypatch.setattr("multilin.analysis.budget.pick.pick", lambda *words: asked.append(words[:3]) or found)
+    monkeypatch.setattr("multilin.analysis.minutes.pick", lambda *words: asked.append(words[:3]) or found)
     fields = {"data.source": "my books"}
     assert main(["plan", "--minutes", "3", "--data.source", "my books"]) == 0
     shown = capsys.readouterr()
@@ -312,16 +290,6 @@ def test_a_time_has_a_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_times_are_printed_in_units_and_given_in_hours(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--kind", "h200", "--model.hidden_size", "32", "--training.max_steps", "9"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "e-0" not in shown
-    assert re.search(r"ddp .* µs\b", shown)
-    assert main([*words, "--json"]) == 0
-    assert 0 < json.loads(capsys.readouterr().out)["ways"][0]["hours"] < 1e-4
-
-
 def test_what_training_refuses_is_not_planned() -> None:
     with pytest.raises(InputError, match=r"training\.communication: 'int8' given with training\.shard 'fsdp'"):
         plan(recipe(**{"training.shard": "fsdp", "training.communication": "int8"}))
@@ -339,11 +307,6 @@ def test_the_command_to_type_next_trains_what_was_planned(capsys: pytest.Capture
     command = capsys.readouterr().err.splitlines()[-1].strip()
     assert command.startswith("multilin train --model.hidden_size 32 ")
     assert command.endswith(" --optimizer.learning_rate 0.00123456789")
-
-
-def test_half_the_efficiency_takes_twice_as_long() -> None:
-    fast, slow = (plan(recipe(), efficiency=efficiency).ways[0].hours for efficiency in (0.5, 0.25))
-    assert slow == pytest.approx(2 * fast)
 
 
 def test_the_vocabulary_is_found_without_the_text(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from multilin.analysis.explain.removal import Removal, agreement, measure_removal, rank_correlation
+from multilin.analysis.explain.explanation import Removal, agreement, measure_removal, rank_correlation
 from multilin.model.factory import create_model
 
 LENGTH, VOCAB_SIZE = 9, 31

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from multilin.analysis.explain import Explanation
-from multilin.analysis.explain.explanation import Step
+from multilin.analysis.explain.explanation import Removal, Step
 from multilin.analysis.explain.page import picture
-from multilin.analysis.explain.removal import Removal
 from multilin.analysis.explain.run import Report, answer
 from multilin.architectures import architectures
 from multilin.layers.reading import Reader, Reading, record_readings

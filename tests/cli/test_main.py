@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import multilin
-from multilin import machine
+from multilin.analysis import machine
 from multilin.cli.info import DoctorArguments
 from multilin.cli.main import BROKEN_PIPE, FIRST_SECONDS, VERBS, main
 from multilin.cli.messages import say_next
@@ -145,7 +145,7 @@ def test_doctor_reports_every_op(cli: Call) -> None:
 
 
 def test_doctor_warns_about_a_slow_op(monkeypatch: pytest.MonkeyPatch, cli: Call) -> None:
-    from multilin import machine
+    from multilin.analysis import machine
     from multilin.ops.dispatch import Backend, Op
 
     fast = Backend("fast", lambda: None, why_not=lambda: "numba is not installed")

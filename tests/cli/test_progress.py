@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from multilin.cli import progress
-from multilin.cli.progress import ExpectingDisplay, StageBar, TrainingDisplay
+from multilin.cli.progress import StageBar, TrainingDisplay
 from multilin.training.run_folder import METRICS
+from multilin.training.time_limit import forecast_end
 
 LINE = {"step": 3, "loss": 2.5, "tokens_per_second": 12345.6}
 VALIDATED = LINE | {"step": 5, "validation_loss": 2.0, "validation_bits_per_byte": 1.75}
@@ -73,16 +74,6 @@ def test_the_first_line_of_every_run_is_shown(monkeypatch: pytest.MonkeyPatch) -
     assert out.getvalue().splitlines() == 2 * ["step 3/10  loss 2.500  12,346 tokens/s"]
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"bits_per_byte": 2.0, "tokens": 1e999}', '{"bits_per_byte": NaN, "tokens": 5}']
-)
-def test_a_damaged_expectation_is_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "expected.json").write_text(content)
-    with ExpectingDisplay(str(tmp_path)) as display:
-        display.start(5, None)
-        assert display.expected is None
-
-
 def test_a_stage_is_shown_from_its_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that lies ready in the cache needs no line such as `reading 0.0 MB`."""
     out = io.StringIO()
@@ -111,54 +102,36 @@ def test_a_stage_that_takes_long_has_plain_lines_without_a_terminal(monkeypatch:
     assert out.getvalue().splitlines() == ["evaluating 75%", "[packing] 2.5 MB"]
 
 
-def expecting(folder: Path, validations: list[tuple[int, float]]) -> list[str]:
-    """What a run of ten steps prints, or a resumed one, which finds what it was expected to reach in its folder."""
+def forecasting(folder: Path, validations: list[tuple[int, float]]) -> list[str]:
+    """What a run of ten steps by the clock prints, or a resumed one, which finds earlier validations in its folder."""
     out = io.StringIO()
-    with ExpectingDisplay(str(folder)) as display:
-        display.console = Console(file=out, width=120, highlight=False)
-        display.can_forecast = True
-        if not (folder / "expected.json").exists():
-            display.expected, display.expected_tokens = 1.6, 10**6
-        display.start(validations[0][0] - 1, None)
+    with TrainingDisplay(Console(file=out, width=120, highlight=False)) as display:
+        display.forecast_of = folder
+        display.start(validations[0][0] - 1 if (folder / "metrics.jsonl").exists() else 0, None)
         for step, bits_per_byte in validations:
             display.step(step, step / 10)
             line = dict.fromkeys(METRICS, 0) | VALIDATED | {"step": step, "validation_bits_per_byte": bits_per_byte}
             display.line(line)
             with (folder / "metrics.jsonl").open("a") as metrics:
                 metrics.write(json.dumps(line) + "\n")
-        display.say_reached(1.65, 950_000)
-        display.say_reached(1.7, 500_000)
     return out.getvalue().splitlines()
 
 
-def test_a_run_that_is_expected_to_reach_something_says_where_its_validations_lead(tmp_path: Path) -> None:
+def test_a_run_by_the_clock_says_where_its_validations_lead(tmp_path: Path) -> None:
     validations = [(2, 2.0), (4, 1.8), (6, 1.7), (10, 1.65)]
-    first, second, third, last, reached, missed = expecting(tmp_path, validations)
+    first, second, third, last = forecasting(tmp_path, validations)
     assert "forecast" not in first
     forecasts = [float(line.split("forecast for the end: ")[1].split()[0]) for line in (second, third)]
-    assert all(1.5 < forecast < 1.8 for forecast in forecasts)
+    assert all(1.4 < forecast < 1.7 for forecast in forecasts)
     assert "forecast" not in last
-    assert reached == "Result: 1.650 bits per byte (forecast 1.60)."
-    assert missed == "Result: 1.700 bits per byte (forecast 1.60). Only 0.50 M of 1.00 M tokens were read in time."
     (tmp_path / "resumed").mkdir()
-    expecting(tmp_path / "resumed", validations[:2])
-    assert expecting(tmp_path / "resumed", validations[2:])[0] == third
+    forecasting(tmp_path / "resumed", validations[:2])
+    assert forecasting(tmp_path / "resumed", validations[2:])[0] == third
 
 
-def test_a_validation_text_unlike_the_training_text_is_the_reason_and_not_the_speed(tmp_path: Path) -> None:
-    """Also when the run is resumed."""
-    for resumed in (False, True):
-        out = io.StringIO()
-        with ExpectingDisplay(str(tmp_path)) as display:
-            display.console = Console(file=out, width=120, highlight=False)
-            if not resumed:
-                display.expected, display.expected_tokens, display.is_unlike = 2.85, 10**6, True
-            for _ in range(2):
-                display.validation("the last 5 % of novel.txt, 5 kB of 100 kB")
-            display.start(0, None)
-            display.say_reached(4.22, 500_000)
-        assert out.getvalue().splitlines() == [
-            "validation: the last 5 % of novel.txt, 5 kB of 100 kB",
-            "Result: 4.220 bits per byte (forecast 2.85). The validation text is unlike the training text, so the "
-            "forecast is unreliable.",
-        ]
+def test_validations_that_are_early_or_close_together_forecast_nothing() -> None:
+    assert forecast_end([(0.5, 2.0)]) is None
+    assert forecast_end([(0.05, 2.3), (0.1, 2.0)]) is None
+    assert forecast_end([(0.5, 2.0), (0.55, 1.9)]) is None
+    assert forecast_end([(0.35, 2.2), (0.5, 2.0), (0.55, 1.9)]) == forecast_end([(0.35, 2.2), (0.55, 1.9)])
+    assert forecast_end([(0.5, 2.0), (1.0, 1.8)]) == (1.8, 0.0)

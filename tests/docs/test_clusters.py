@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from multilin.analysis.plan import DEVICES, sent_bytes
 from multilin.cli.arguments import flags
 from multilin.cli.main import VERBS
 
@@ -37,38 +36,3 @@ def test_every_flag_of_multilin_exists() -> None:
 def documents() -> list[dict]:  # type: ignore[type-arg]
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     return list(yaml.safe_load_all(text))
-
-
-def test_volumes_of_the_job_are_those_that_it_mounts() -> None:
-    job, claim = documents()
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    pod = worker["template"]["spec"]
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes.keys()
-    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert job["spec"]["elasticPolicy"]["maxReplicas"] == worker["replicas"]
-    assert str(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == job["spec"]["nprocPerNode"]
-    assert pod["containers"][0]["name"] == "pytorch", "the operator looks for this name"
-
-
-def rows(heading: str) -> list[list[str]]:
-    table = TEXT[TEXT.index(heading) :].split("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-
-
-def test_the_bytes_are_those_of_the_plan() -> None:
-    ways = [("ddp", 1.0), ("int8", 1.0), ("fsdp", 1.0), ("fsdp", 0.5)]
-    for (_, _, shown), (way, gathered) in zip(rows("| | bytes | N = 8"), ways, strict=True):
-        sent = sent_bytes(way, 4 * 10**9, 0, 8, gathered=gathered)
-        assert shown == f"{sent / 1e9:.1f} GB"
-
-
-def test_the_tokens_that_hide_sending_follow_from_the_bytes() -> None:
-    peaks = {f"{device.half / 1e12:.0f}e12" for device in DEVICES.values()}
-    parameters, many = 10**9, 10**12
-    for _, peak, link, *shown in rows("| e = 0.4 | F | L"):
-        assert peak in peaks
-        for cell, way, share in zip(shown, ("ddp", "int8", "fsdp"), (4, 4, 6), strict=True):
-            seconds = sent_bytes(way, 4 * parameters, 0, many, gathered=0.5) / float(link)
-            tokens = seconds * 0.4 * float(peak) / (share * parameters)
-            assert int(cell.replace(",", "")) == pytest.approx(tokens, rel=2e-3)

@@ -73,9 +73,3 @@ def test_the_configuration_of_ray() -> None:
         own = {name: value for name, value in values.items() if name in NAMES[RayArguments]}
         load_settings(RayArguments, own)
         load_settings(ServeLimits, {name: value for name, value in values.items() if name not in own})
-
-
-def test_proxies_pass_text_on_as_it_comes() -> None:
-    assert "proxy_buffering off;" in blocks("nginx")[0]
-    assert blocks("nginx")[0].count("{") == blocks("nginx")[0].count("}")
-    assert "flush_interval -1" in blocks("caddyfile")[0]

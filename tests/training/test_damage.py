@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multilin.analysis.compare.record import is_finished
-from multilin.analysis.compare.speeds import SPEED_FILE, read_speeds
+from multilin.analysis.compare.rows import SPEED_FILE, read_speeds
 from multilin.errors import InputError
 from multilin.runs.checkpoints import CHECKSUMS, read_json, write_json
 from multilin.training.loop import train

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from multilin.analysis.machine import examine
 from multilin.cli.main import main
 from multilin.errors import InputError
-from multilin.machine import examine
 from multilin.training.environment import is_launched, num_processes
 from multilin.training.loop import train
 from multilin.training.processes import accelerator_or_cpu, recipe_decides

@@ -5,6 +5,7 @@ counted from the model. Activations are estimated as in `multilin.model.memory`.
 are measured on this machine; for other devices they follow from their peaks and an assumed share of them.
 """
 
+import statistics
 import time
 import timeit
 from dataclasses import dataclass, replace
@@ -14,8 +15,8 @@ from rich.filesize import decimal
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
-from multilin.analysis.budget.measure import step_seconds
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
+from multilin.analysis.machine import device_name
 from multilin.analysis.settings import PlanSettings
 from multilin.data.prepared import read_manifest
 from multilin.data.settings import BYTE_VOCAB_SIZE, DEFAULT_VOCAB_SIZE
@@ -23,7 +24,6 @@ from multilin.data.store import Store
 from multilin.data.tasks import is_task, task_text
 from multilin.data.tokenizers import load_tokenizer
 from multilin.errors import duration
-from multilin.machine import device_name
 from multilin.model.factory import layers_of
 from multilin.model.memory import (
     FLOAT_BYTES,
@@ -34,10 +34,11 @@ from multilin.model.memory import (
     parameter_bytes,
 )
 from multilin.ops.int8 import BLOCK
+from multilin.ops.threads import adapt
 from multilin.training.adapters import add_adapters
 from multilin.training.assemble import create_network
 from multilin.training.fsdp import check_shard
-from multilin.training.optimizers import optimizer_bytes
+from multilin.training.optimizers import build_optimizer, optimizer_bytes
 from multilin.training.precision import autocast_dtype
 from multilin.training.processes import accelerator_or_cpu
 from multilin.training.recipe import Recipe
@@ -71,6 +72,7 @@ DEVICES = {
 ETHERNET = 1.25e9
 """Bytes per second of 10 Gbit/s, which is assumed between machines like this one."""
 EFFICIENCY = 0.4  # share of a device's peak that training is assumed to reach
+WARM_UP_STEPS, FEWEST_STEPS = 2, 5  # of those that are measured
 MEASURED_SECONDS, LONGEST_STEP = 1.0, 5.0  # of training on this machine; a longer step is not tried
 
 
@@ -197,6 +199,36 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     gathered = 0.5 if training.precision == "bf16" else 1.0
     names = ("ddp", "int8", "fsdp") if training.lora is None else ("ddp", "int8")  # adapters are not sharded
     return replace(plan, ways=[_way(way, plan, layers, gathered, passes, settings.price) for way in names])
+
+
+def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.device) -> float:
+    """Median seconds of a recipe's training step, on random tokens.
+
+    until: `time.monotonic()` after which it makes one step at most.
+    """
+    recipe = resolve_recipe(recipe)
+    plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
+    with torch.random.fork_rng():
+        model = create_network(recipe, vocab_size, None).to(device).train()
+        ids = torch.randint(vocab_size, (plan.batch_size, recipe.model.n_positions)).to(device)
+    optimizer = build_optimizer(recipe.optimizer, model, decayed=())
+    seconds: list[float] = []
+    begin = time.monotonic()
+    while not seconds or (
+        time.monotonic() < until
+        and (len(seconds) < WARM_UP_STEPS + FEWEST_STEPS or time.monotonic() - begin < MEASURED_SECONDS)
+    ):
+        step = time.monotonic()
+        adapt()
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for a GPU
+        seconds.append(time.monotonic() - step)
+        begin = time.monotonic() if len(seconds) == WARM_UP_STEPS else begin
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds[-1:])
 
 
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:

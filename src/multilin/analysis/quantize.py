@@ -12,7 +12,7 @@ from multilin.files import beside, check_folder
 from multilin.layers.linear import matrix_modules
 from multilin.model import MultilinForCausalLM
 from multilin.runs.load import Run, load_run, save_run
-from multilin.scoring.losses import Evaluation
+from multilin.training.losses import Evaluation
 
 
 @dataclass(frozen=True)

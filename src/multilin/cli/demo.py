@@ -33,9 +33,9 @@ def demo(changes: Changes) -> None:
         from multilin.data.tasks import is_task
         from multilin.inference.generate_run import generate_text
         from multilin.runs.load import Run
-        from multilin.scoring.ngrams import NgramModel
         from multilin.training.assemble import read_text
         from multilin.training.loop import train
+        from multilin.training.ngrams import NgramModel
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder
     if is_task(recipe.data.name):

@@ -129,7 +129,7 @@ def publish(arguments: PublishArguments) -> None:
     folder = Path(arguments.folder or beside(arguments.run, "-hub"))
     check_folder("--folder", folder, must_be_new=True)
     run = load(arguments.run)
-    from multilin.publish.folder import publish_run, upload
+    from multilin.export.publish import publish_run, upload
 
     publish_run(run, arguments.name, folder)
     if arguments.upload:

@@ -13,8 +13,8 @@ from multilin.settings.bounds import PathText
 
 if TYPE_CHECKING:
     from multilin.analysis.costs import ModelInfo
+    from multilin.analysis.machine import Checkup
     from multilin.architectures.base import Architecture
-    from multilin.machine import Checkup
 
 
 @settings
@@ -124,7 +124,7 @@ class DoctorArguments:
 def doctor(arguments: DoctorArguments) -> None:
     """Show what this machine offers and which implementation every op will use."""
     with loading():
-        from multilin.machine import examine
+        from multilin.analysis.machine import examine
 
         checkup = examine()
     if arguments.json:

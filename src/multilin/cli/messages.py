@@ -56,7 +56,7 @@ def loading(name: str = "") -> Iterator[None]:
         stack.callback(gc.enable)
         from transformers.utils import logging
 
-        from multilin.machine import keep_freed_memory
+        from multilin.analysis.machine import keep_freed_memory
 
         keep_freed_memory()
         logging.disable_progress_bar()

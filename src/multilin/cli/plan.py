@@ -40,7 +40,7 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
         )
     recipe = read_recipe(arguments.recipe, changes)
     with loading():
-        from multilin.analysis.budget.pick import pick
+        from multilin.analysis.minutes import pick
         from multilin.analysis.plan import DEVICES, describe_plan, plan_training
         from multilin.cli.progress import TrainingDisplay
         from multilin.training.progress import TrainingProgress

@@ -1,6 +1,5 @@
 """Progress of work: bars on a terminal, single lines elsewhere."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -11,18 +10,16 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from multilin.analysis.budget.law import shipped_law
 from multilin.errors import duration
-from multilin.files import write_whole
-from multilin.settings.inputs import read_json, to_json
 from multilin.training.progress import TrainingProgress
-from multilin.training.run_folder import EXPECTED_FILE, RunFolder
+from multilin.training.run_folder import RunFolder
+from multilin.training.time_limit import forecast_end
 
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
+BITS = "validation_bits_per_byte"
 BAR_PARTS = 100_000  # of the bar of a run
 ALMOST_OVER = 0.98  # share of a run after which its end is no longer forecast; by the clock it rarely ends at 1 exactly
-UNLIKE = 0.1  # share of the expected tokens: a run that is off by more is told why it missed
 
 
 class StageBar:
@@ -73,10 +70,15 @@ class TrainingDisplay(TrainingProgress):
 
     On a terminal: step, bar, loss, validation bits per byte, tokens per second, time left. Elsewhere: a plain line
     for the first line of metrics.jsonl, every validation, and then every `SECONDS_BETWEEN_LINES`.
+
+    Attributes:
+        forecast_of: the folder of a run for which a validation also says where it leads; None for no forecasts.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
+        self.forecast_of: Path | None = None
+        self._validations: list[tuple[int, float]] = []  # steps and bits per byte
         self._stages = StageBar()
         self._latest: dict[str, Any] = {}
         self._progress: Progress | None = None
@@ -117,6 +119,9 @@ class TrainingDisplay(TrainingProgress):
         self._stages.close()
         self._max_steps, self._latest, self._last_print = max_steps, {}, float("-inf")
         self._first_line = None
+        if self.forecast_of and step:
+            lines = RunFolder(self.forecast_of).read_metrics()
+            self._validations = [(line["step"], line[BITS]) for line in lines if BITS in line]
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),
@@ -136,7 +141,7 @@ class TrainingDisplay(TrainingProgress):
 
     def line(self, line: dict[str, Any]) -> None:
         """Show the figures of a line of metrics.jsonl."""
-        line = line | self._left()
+        line = line | self._left() | self._forecast(line)
         self._latest |= line
         if self._progress:
             self._progress.update(self._progress.task_ids[0], figures=format_figures(self._latest))
@@ -154,6 +159,15 @@ class TrainingDisplay(TrainingProgress):
         left = (1 - self._share) * whole + self._ahead(whole)
         return {"seconds_left": left} if left >= 1 else {}
 
+    def _forecast(self, line: dict[str, Any]) -> dict[str, tuple[float, float]]:
+        """Bits per byte at the end of the run, and their error, from its validations up to this line."""
+        if self.forecast_of is None or BITS not in line:
+            return {}
+        self._validations.append((line["step"], line[BITS]))
+        validations = [(step * self._share / line["step"], bits) for step, bits in self._validations]
+        found = forecast_end(validations) if self._share < ALMOST_OVER else None
+        return {} if found is None else {"forecast": found}
+
     def _place(self, step: int) -> str:
         """How far the run is: the step of all steps, or the share of the run."""
         if self._max_steps:
@@ -168,74 +182,11 @@ class TrainingDisplay(TrainingProgress):
             self._progress = None
 
 
-class ExpectingDisplay(TrainingDisplay):
-    """Also says what is expected: with every validation where it leads, and at the end what was expected before.
-
-    A file of the run keeps that, so that a resumed run knows; earlier validations are in its metrics.
-
-    Attributes:
-        expected: bits per byte of the validation text. expected_tokens: that it was expected with.
-        is_unlike: the validation text is unlike the training text, so that the forecast is unreliable.
-        can_forecast: the learning rate falls linearly, as in the runs that the forecasts come from.
-    """
-
-    def __init__(self, output: str) -> None:
-        super().__init__()
-        self.expected: float | None = None
-        self.expected_tokens = 0
-        self.is_unlike = False
-        self.can_forecast = False
-        self._validations: list[tuple[int, float]] = []  # steps and bits per byte
-        self._output = output
-
-    def start(self, step: int, max_steps: int | None) -> None:
-        """Begin the display of training, after `step` steps."""
-        super().start(step, max_steps)
-        file = Path(self._output, EXPECTED_FILE)
-        if self.expected is not None:
-            content = {"bits_per_byte": self.expected, "tokens": self.expected_tokens, "is_unlike": self.is_unlike}
-            write_whole(file, to_json(content) + "\n")
-        elif max_steps is None and file.is_file():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file only says less
-                content = read_json(file, "run")
-                self.expected_tokens, self.expected = int(content["tokens"]), float(content["bits_per_byte"])
-                self.is_unlike = bool(content.get("is_unlike"))
-                self._validations = [
-                    (line["step"], line["validation_bits_per_byte"])
-                    for line in RunFolder(self._output).read_metrics()
-                    if "validation_bits_per_byte" in line
-                ]
-
-    def line(self, line: dict[str, Any]) -> None:
-        """Show the figures of a line of metrics.jsonl, and where a validation leads."""
-        if self.expected is not None and self.can_forecast and "validation_bits_per_byte" in line:
-            self._validations.append((line["step"], line["validation_bits_per_byte"]))
-            validations = [(step * self._share / line["step"], bits) for step, bits in self._validations]
-            if self._share < ALMOST_OVER and (forecast := shipped_law().forecast(validations, self.expected)):
-                line = line | {"forecast": forecast}
-        super().line(line)
-
-    def say_reached(self, bits_per_byte: float, tokens: int) -> None:
-        """Print what was reached, with so many tokens, beside the forecast, and why it may have missed it."""
-        if self.expected is None:
-            return
-        text = f"Result: {bits_per_byte:.3f} bits per byte (forecast {self.expected:.2f})."
-        if self.is_unlike:
-            text += " The validation text is unlike the training text, so the forecast is unreliable."
-        elif abs(tokens - self.expected_tokens) > UNLIKE * self.expected_tokens:
-            read, expected = f"{tokens / 1e6:.2f} M", f"{self.expected_tokens / 1e6:.2f} M"
-            if tokens < self.expected_tokens:
-                text += f" Only {read} of {expected} tokens were read in time."
-            else:
-                text += f" {read} tokens were read, more than the {expected} of the forecast."
-        self.message(text)
-
-
 def format_figures(line: dict[str, Any]) -> str:
     """The main figures of a line of metrics.jsonl as text."""
     parts = [f"loss {line['loss']:.3f}" if "loss" in line else "every step was left out"]
-    if "validation_bits_per_byte" in line:
-        parts.append(f"validation {line['validation_bits_per_byte']:.3f} bits per byte")
+    if BITS in line:
+        parts.append(f"validation {line[BITS]:.3f} bits per byte")
     if "forecast" in line:
         expected, error = line["forecast"]
         parts.append(f"forecast for the end: {expected:.2f} ± {2 * error:.2f}")

@@ -1,6 +1,7 @@
 """The verb that trains a model."""
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from multilin.cli.arguments import POSITIONAL
@@ -13,7 +14,7 @@ from multilin.settings.bounds import Minutes, PathText
 from multilin.training.recipe import Changes
 
 if TYPE_CHECKING:
-    from multilin.analysis.budget.pick import Pick
+    from multilin.analysis.minutes import Pick
 
 
 @settings
@@ -41,22 +42,21 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
     check_minutes(arguments.minutes, changes)
     recipe = read_recipe(arguments.recipe, changes)
     with loading():
-        from multilin.cli.progress import ExpectingDisplay
+        from multilin.cli.progress import TrainingDisplay
         from multilin.data.tasks import is_task, task_text
         from multilin.training.loop import train
         from multilin.training.run_folder import RunFolder
-    with ExpectingDisplay(recipe.output) as display:
+    with TrainingDisplay() as display:
         if arguments.minutes is not None:
-            from multilin.analysis.budget.pick import pick
+            from multilin.analysis.minutes import pick
 
             RunFolder(recipe.output).check(recipe, resume=False, overwrite=arguments.overwrite)
             picked = pick(arguments.recipe, changes, arguments.minutes, began, display)
             print_pick(picked)
-            recipe, display.expected, display.expected_tokens = picked.recipe, picked.expected, picked.choice.tokens
-            display.is_unlike = picked.text.is_unlike
-        display.can_forecast = recipe.schedule.name == "linear"
+            recipe = picked.recipe
+        if recipe.training.minutes is not None and recipe.schedule.name == "linear":
+            display.forecast_of = Path(recipe.output)
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
-        display.say_reached(result.validation_bits_per_byte, result.tokens)
     export_trained(result)
     if is_task(recipe.data.name):
         print(f"Guessing would have {100 * task_text(recipe.data.name).train.task.chance:.1f} % right.")
@@ -75,21 +75,21 @@ def check_minutes(minutes: float | None, changes: Changes) -> None:
 
 
 def print_pick(picked: "Pick") -> None:
-    """Print what was measured, what was picked, what is expected."""
-    recipe, text, model = picked.recipe, picked.text, picked.choice.candidate
-    plan, tokens = recipe.training, picked.choice.tokens
+    """Print what was measured and what was picked."""
+    recipe, size = picked.recipe, picked.candidate.size
+    plan, tokens = recipe.training, picked.tokens
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
+    rate = recipe.optimizer.learning_rate or "of the architecture"
     rows = {
-        "text": f"{text.train_bytes / 1e6:,.1f} MB to train on; a counting model of three tokens reaches "
-        f"{text.trigram:.3f} bits per byte",
-        "this machine": f"{picked.tokens_per_second:,.0f} tokens a second in training this model",
-        "model": f"{recipe.model.kind}, width {model.size.hidden_size}, {plural(model.size.num_layers, 'layer')}, "
-        f"vocabulary {model.size.vocab_size:,}",
-        "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / text.train_tokens:.2g} passes), steps of {blocks} "
-        f"x {recipe.model.n_positions}, learning rate {recipe.optimizer.learning_rate or 'of the architecture'}"
+        "text": f"{picked.train_bytes / 1e6:,.1f} MB to train on; a counting model of three tokens reaches "
+        f"{picked.trigram:.3f} bits per byte",
+        "this machine": f"{picked.candidate.tokens_per_second:,.0f} tokens a second in training this model",
+        "model": f"{recipe.model.kind}, width {size.hidden_size}, {plural(size.num_layers, 'layer')}, "
+        f"vocabulary {size.vocab_size:,}",
+        "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / picked.train_tokens:.2g} passes), "
+        f"steps of {blocks} x {recipe.model.n_positions}, learning rate {rate}"
         + ("" if decay is None else f", weight decay {decay:g}"),
         "time": f"at most {plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
-        "expected": f"{picked.expected:.2f} ± {picked.spread:.2f} bits per byte of validation text",
     }
     print_table("lw", rows.items())
     for remark in picked.remarks:

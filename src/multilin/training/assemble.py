@@ -19,10 +19,10 @@ from multilin.model.baselines import attend_without_mask
 from multilin.model.factory import create_config, create_model
 from multilin.model.memory import FLOAT_BYTES, ID_BYTES, activation_bytes, check_memory, loss_bytes, parameter_bytes
 from multilin.runs.load import read_config
-from multilin.scoring.ngrams import is_much_unlike, unlikeness
 from multilin.training.adapters import add_adapters
 from multilin.training.environment import num_processes
 from multilin.training.fsdp import check_shard
+from multilin.training.ngrams import is_much_unlike, unlikeness
 from multilin.training.optimizers import optimizer_bytes
 from multilin.training.order import BlockOrder, MixedOrder
 from multilin.training.precision import autocast_dtype, set_arithmetic

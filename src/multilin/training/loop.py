@@ -28,10 +28,9 @@ from multilin.errors import InputError, plural, system_error
 from multilin.files.lock import locked_folder
 from multilin.runs.adapters import reach
 from multilin.runs.checkpoints import checkpoint_folder, checkpoint_step, read_progress
-from multilin.scoring.answers import score_answers
-from multilin.scoring.losses import evaluate
 from multilin.training.assemble import build_model, check_model, read_data, report_validation, training_order
 from multilin.training.host_master import HostMaster, check_host_master
+from multilin.training.losses import evaluate, score_answers
 from multilin.training.metrics import Meter
 from multilin.training.optimizers import build_optimizer
 from multilin.training.order import BlockOrder
@@ -122,7 +121,7 @@ def train(
             if rank() == 0:
                 if isinstance(text, PreparedText):
                     report_validation(recipe, text, progress)
-                folder.begin(recipe, text, checkpoint, resume=resume)
+                folder.begin(recipe, text, checkpoint)
             if recipe.training.lora is not None:
                 progress.message(reach(model))
             if checkpoint is None and resume:

@@ -1,10 +1,9 @@
 """The folder of a run: its files, and checks before it is written.
 
 recipe.yaml     everything that decided the run      metrics.jsonl   one line per measurement
-data.json       the text: sizes and identity         expected.json   bits per byte that --minutes promised
-config.json, model.safetensors, tokenizer.json ...   loss.png        the course of the loss
-                the model, as Hugging Face has it    README.md       the model card
-tensorboard/    event files, if asked for
+data.json       the text: sizes and identity         loss.png        the course of the loss
+config.json, model.safetensors, tokenizer.json ...   README.md       the model card
+                the model, as Hugging Face has it    tensorboard/    event files, if asked for
 
 Checkpoints lie beside it, in NAME.checkpoints, so that the folder can be published as it is. Each holds all of a model,
 and what training needs to go on; a run is resumed from there, and the files of its folder are written anew.
@@ -37,14 +36,13 @@ from multilin.training.recipe import Recipe, first_difference, load_recipe, save
 from multilin.training.settings import fill
 
 RUN_FILE = "run.json"  # in a checkpoint: text and metrics when it was written
-EXPECTED_FILE = "expected.json"  # bits per byte that a run of so many minutes was expected to reach
 METRICS = ("step", "tokens", "seconds", "tokens_per_second")  # in every line of metrics.jsonl
 
 _TEXTS = ("README.md", "metrics.jsonl")  # files of a run that would be read as text
 
 # Files that a run writes at the top of its folder, and that --overwrite removes; others are left alone.
 _WRITTEN = (
-    "data.json", "metrics.jsonl", EXPECTED_FILE, "loss.png", "demo.png", "README.md", "config.json",
+    "data.json", "metrics.jsonl", "loss.png", "demo.png", "README.md", "config.json",
     "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
     "adapter_model.safetensors", "tensorboard", *TOKENIZER_FILES,
 )  # fmt: skip
@@ -133,12 +131,8 @@ class RunFolder:
                     return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
         return recipe
 
-    def begin(
-        self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None, *, resume: bool = False
-    ) -> None:
+    def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
         """Make the folder ready; files of an earlier run are removed, unless this run goes on from its checkpoint.
-
-        A run that is resumed without a checkpoint begins anew, but what was expected of it stands.
 
         Raises:
             InputError: the text is not the one the resumed run was trained on.
@@ -153,7 +147,7 @@ class RunFolder:
             )
         remove_partials(self.path)
         if before is None:
-            self._remove(path for path in self._written() if not (resume and path.name == EXPECTED_FILE))
+            self._remove(self._written())
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)
         write_whole(self.data, to_json(data, indent=1))

@@ -18,8 +18,8 @@ from multilin.inference.generate_run import generate_text, text_codec
 from multilin.inference.settings import GenerationSettings
 from multilin.model.factory import create_model
 from multilin.runs.load import Run, load_run, longest_text
-from multilin.scoring.losses import evaluate
 from multilin.training.assemble import read_text
+from multilin.training.losses import evaluate
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.settings import ModelRecipe
 

@@ -1,25 +1,42 @@
-"""The rows of a sweep, each with its whole recipe, and a row with one choice of what is tuned.
+"""The rows of a sweep: each with its recipe, then with one choice of what is tuned and the steps of the budget.
 
-A row's recipe is what it starts from, the base over that, and the row over both.
+A row's recipe is what it starts from, the base over that, and the row over both. Mistakes are found before training.
 """
 
 import dataclasses
 import hashlib
+import statistics
+import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multilin.analysis.compare.sweep import Sweep, builtin_sweep, nested
+import torch
+from pydantic import TypeAdapter
+
+from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of, nested
+from multilin.analysis.costs import parameter_counts, training_flops_per_token
 from multilin.data.tasks import is_task
-from multilin.errors import InputError, nearest, prefixed, shown
+from multilin.errors import InputError, nearest, plural, prefixed, shown
+from multilin.files import write_whole
 from multilin.model.factory import model_names
 from multilin.settings import load_settings
+from multilin.settings.bounds import MOST_STEPS, Amount
+from multilin.settings.inputs import read_json, to_json
+from multilin.training.assemble import build_model, check_model, packing_remark, read_data
 from multilin.training.fields import Values, get, merge
+from multilin.training.loop import train
+from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
+from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, check_fields_of_start, check_start, load_recipe
 from multilin.training.resolve import resolve_recipe
+from multilin.training.run_folder import RunFolder
 
+VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
+SPEED_FILE = "speed.json"
+MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
 LONGEST_PART = 60  # characters of a value in the name of a folder
-
 Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
 
 
@@ -27,11 +44,13 @@ Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
 class Row:
     """One model of a comparison.
 
-    recipe: without seed, steps and folder, which each run adds.
+    values: of its recipe, nested, without seed, steps and folder, which each run adds.
+    recipe: the same with all defaults.
     stated: the fields that the sweep itself gives, nested.
     """
 
     name: str
+    values: Values
     recipe: Recipe
     stated: Values
 
@@ -41,8 +60,10 @@ class Row:
         Raises:
             InputError: an unknown field or a wrong value.
         """
+        if not choice:
+            return resolve_recipe(self.recipe)
         given = nested(choice, "stages")
-        recipe = load_settings(Recipe, merge(dataclasses.asdict(self.recipe), given), "stages")
+        recipe = load_settings(Recipe, merge(self.values, given), "stages")
         check_fields_of_start(recipe, given)
         return resolve_recipe(recipe)
 
@@ -145,8 +166,8 @@ def rows_of(sweep: Sweep) -> list[Row]:
                 f"rows.{name}.data.source: {shown(source)} given beside the task {sweep.task}; leave one of them out"
             )
         recipe = stated.pop("recipe", None)
-        start = _start(name, recipe, stated, sweep.task)
-        rows.append(Row(name, load_settings(Recipe, merge(start, stated), f"rows.{name}"), stated))
+        values = merge(_start(name, recipe, stated, sweep.task), stated)
+        rows.append(Row(name, values, load_settings(Recipe, values, f"rows.{name}"), stated))
         check_start(rows[-1].recipe)
         with prefixed(f"rows.{name}."):
             check_fields_of_start(rows[-1].recipe, stated)
@@ -186,3 +207,136 @@ def _parts(choice: Choice) -> list[str]:
             text = f"{text[:LONGEST_PART]}-{hashlib.blake2b(str(value).encode(), digest_size=4).hexdigest()}"
         parts.append(name.split(".")[-1].replace("learning_rate", "lr") + text)
     return parts
+
+
+def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
+    """Everything that is known before training: the rows with their own values of what is tuned.
+
+    Raises:
+        InputError: a row that cannot be trained; it is named.
+    """
+    plans = []
+    for row in rows_of(sweep):
+        with prefixed(f"rows.{row.name}: ", f"rows.{row.name}."):
+            first = row.first_choice(sweep)
+            for choice in [choice for stage in sweep.stages for choice in choices_of(stage, first)]:
+                check_model(row.with_choice(choice))
+            plans.append(_plan(row, first, progress))
+    return _with_budget(sweep, plans, progress)
+
+
+def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProgress) -> Plan:
+    """The row of a plan with another choice.
+
+    Raises:
+        InputError: it cannot be trained.
+    """
+    other = dataclasses.replace(plan, choice=choice)
+    if other.speed_name != plan.speed_name:
+        (planned,) = _with_budget(sweep, [_plan(plan.row, choice, progress)], progress)
+        return planned
+    recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
+    steps = round((sweep.trial_share if sweep.stages else 1) * recipe.training.num_steps)
+    if (warmup := recipe.schedule.warmup_steps or 0) >= steps:
+        raise InputError(f"schedule.warmup_steps: {warmup} given for a trial of {plural(steps, 'step')}; give less")
+    return dataclasses.replace(other, recipe=recipe)
+
+
+def _plan(row: Row, choice: Choice, progress: TrainingProgress) -> Plan:
+    recipe = row.with_choice(choice)
+    check_model(recipe)
+    text = read_data(recipe, progress.prepare)
+    check_model(recipe, len(text.tokenizer))
+    with torch.random.fork_rng():
+        model = build_model(recipe, text)
+    remark = packing_remark(recipe, model)
+    flops = training_flops_per_token(model, recipe.model.n_positions)
+    return Plan(row, choice, recipe, *parameter_counts(model), flops, text.identity, [remark] if remark else [])
+
+
+def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[Plan]:
+    """The plans with the steps that the budget pays for, validated and saved at even distances."""
+    ((kind, amount),) = sweep.budget.given.items()
+    seconds = seconds_per_step(Path(sweep.output), plans, progress) if kind == "seconds" else {}
+    result = []
+    for plan in plans:
+        name, tokens = plan.row.name, float(plan.tokens_per_step)
+        costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(plan.speed_name, 0.0)}
+        count = int(amount / costs[kind] * (1 + 1e-12))  # 2 s have twenty steps of 0.1 s
+        if count > MOST_STEPS:
+            raise InputError(
+                f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}; give less, so that "
+                f"it is at most {MOST_STEPS:,}"
+            )
+        shortest = round(sweep.trial_share * count) if sweep.stages else count
+        if shortest <= (warmup := plan.recipe.schedule.warmup_steps or 0):
+            trial = "" if shortest == count else " of a trial"
+            raise InputError(
+                f"budget.{kind}: {amount:g} given, but that is {plural(shortest, 'step')}{trial} for rows.{name}, not "
+                f"more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
+            )
+        defaults: dict[str, Any] = {
+            "eval_every_steps": max(1, count // VALIDATIONS),
+            "save_every_steps": max(1, count // CHECKPOINTS),
+            "log_every_steps": max(1, min(10, count // 20)),
+            "keep_checkpoints": 1,
+        }
+        own = {field: value for field, value in defaults.items() if field not in plan.row.stated.get("training", {})}
+        training = dataclasses.replace(plan.recipe.training, max_steps=count, minutes=None, **own)
+        result.append(dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, training=training)))
+    return result
+
+
+def seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
+    """Median seconds of a step, by `speed_name`; measured once, so that a resumed comparison has the same steps."""
+    path = output / SPEED_FILE
+    speeds = read_speeds(path) if path.is_file() else {}
+    times: dict[str, list[float]] = {}
+    for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
+        for plan in plans:
+            if (name := plan.speed_name) not in speeds:
+                progress.message(f"measuring the speed of {name}")
+                times.setdefault(name, []).extend(_step_times(plan))
+    speeds |= {name: statistics.median(seconds) for name, seconds in times.items()}
+    write_whole(path, to_json(speeds, indent=1) + "\n")
+    return speeds
+
+
+def read_speeds(path: Path) -> dict[str, float]:
+    """The seconds per step of rows by name, from speed.json.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        return TypeAdapter(dict[str, Amount]).validate_python(read_json(path, "output"))
+    except ValueError as error:  # pydantic's, or ours about the file
+        raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
+
+
+def _step_times(plan: Plan) -> list[float]:
+    """Seconds of single steps of a short run; a loss that is not finite fails the row's own runs, and not this one.
+
+    Raises:
+        TrainingInterrupted: SIGINT or SIGTERM.
+    """
+    optimizer = dataclasses.replace(plan.recipe.optimizer, nonfinite="skip")
+    with tempfile.TemporaryDirectory(prefix="multilin-") as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is not finite")
+        training = dataclasses.replace(
+            plan.recipe.training, max_steps=MEASURED_STEPS, minutes=None, log_every_steps=1, eval_every_steps=0,
+            eval_max_tokens=1, save_every_steps=0,
+        )  # fmt: skip
+        output = Path(folder, "run")
+        try:
+            train(dataclasses.replace(plan.recipe, optimizer=optimizer, training=training, output=str(output)))
+        except TrainingInterrupted as stop:
+            raise TrainingInterrupted(
+                f"stopped while the speed of {plan.speed_name} was measured; the same command measures it again",
+                stop.exit_code - 128,
+            ) from None
+        except TrainingFailed:  # after the last step, as the model is no good
+            if len(RunFolder(output).read_metrics()) < MEASURED_STEPS:
+                raise
+        lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]
+    return [plan.tokens_per_step / line["tokens_per_second"] for line in lines]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from multilin.analysis.compare.answers import remarks_on
 from multilin.analysis.compare.measure import final_score, measure_rows, prompt_of
-from multilin.analysis.compare.plan import plan_choice, plan_rows
 from multilin.analysis.compare.record import (
     FAILED,
     Comparison,
@@ -21,14 +20,13 @@ from multilin.analysis.compare.record import (
     validation_remarks,
 )
 from multilin.analysis.compare.report import REPORT_FILES, write_reports
-from multilin.analysis.compare.rows import Choice, Plan
-from multilin.analysis.compare.speeds import SPEED_FILE
+from multilin.analysis.compare.rows import SPEED_FILE, Choice, Plan, plan_choice, plan_rows
 from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
+from multilin.analysis.machine import examine
 from multilin.data.tasks import find_task
 from multilin.errors import InputError, plural
 from multilin.files import check_folder, check_writable
 from multilin.files.lock import locked_folder
-from multilin.machine import examine
 from multilin.runs.files import RECIPE_FILE
 from multilin.training.environment import num_processes
 from multilin.training.loop import train

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.data.packed_text import PackedText
 from multilin.data.tokenizers import token_texts
-from multilin.scoring.losses import Evaluation, Scored, summarise
+from multilin.training.losses import Evaluation, Scored, summarise
 
 CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", "new line", "other")
 FREQUENCIES = (10, 100, 1000)

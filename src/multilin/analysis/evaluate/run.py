@@ -24,9 +24,9 @@ from multilin.model.factory import evaluation_mode
 from multilin.model.memory import check_reading
 from multilin.runs.files import RECIPE_FILE
 from multilin.runs.load import Run
-from multilin.scoring.losses import Scored, chosen_blocks, read_blocks
 from multilin.settings.inputs import read_json
 from multilin.training.assemble import read_text
+from multilin.training.losses import Scored, chosen_blocks, read_blocks
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.run_folder import RunFolder
 

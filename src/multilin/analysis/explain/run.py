@@ -9,8 +9,7 @@ import yaml
 from numpy.typing import NDArray
 
 from multilin.analysis.evaluate.run import recipe_of, validation_text
-from multilin.analysis.explain.explanation import Explanation, Step, by_character, explain, largest
-from multilin.analysis.explain.removal import Agreement
+from multilin.analysis.explain.explanation import Agreement, Explanation, Step, by_character, explain, largest
 from multilin.analysis.settings import ExplainSettings
 from multilin.analysis.templates import asset
 from multilin.data.progress import Progress, no_progress

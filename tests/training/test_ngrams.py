@@ -16,12 +16,9 @@ from multilin.data.settings import DataRecipe, ShardSettings, TokenizerRecipe
 from multilin.data.sharding import prepare_shards
 from multilin.data.tokenizers import train_tokenizer
 from multilin.errors import InputError
-from multilin.scoring.ngrams import (
-    RECENT,
-    REPETITION_SHARES,
+from multilin.training.ngrams import (
     NgramModel,
     is_much_unlike,
-    repetition,
     text_ngrams,
     unlikeness,
 )
@@ -113,40 +110,6 @@ def test_as_many_ngrams_are_counted_as_asked_for(train: PackedText) -> None:
         some = text_ngrams(train, 2, most).tolist()
         assert most - train.num_documents <= len(some) <= most or some == every
         assert all(ngram in every for ngram in some)
-
-
-def slow_recent_share(tokens: list[int], place: int) -> float:
-    """How often the token at a place follows, in the tokens before it, the last three, two, one or none of them."""
-    begin = max(0, place - RECENT)
-    for length in (3, 2, 1, 0):
-        last = tokens[place - length : place]
-        followers = [tokens[i] for i in range(begin, place) if i >= length and tokens[i - length : i] == last]
-        if place >= length and followers:
-            break
-    return followers.count(tokens[place]) / len(followers)
-
-
-def test_repetition_equals_a_loop_over_the_tokens(
-    train: PackedText, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    texts = [*VALIDATION, "the cat sat on the mat, the dog sat on the cat, " * 20]
-    packed = pack([Document("", text) for text in texts], tokenizer, tmp_path / "packed")
-    model, bits = NgramModel(train, 2), np.zeros(len(REPETITION_SHARES))
-    for text in texts:
-        tokens = [0, *tokenizer(text)["input_ids"]]  # a document begins with the start token
-        for place in range(1, len(tokens)):
-            counted = model.probabilities(np.array([tokens[place - 1 : place + 1]]))
-            recent = slow_recent_share(tokens, place)
-            bits -= np.log2((1 - REPETITION_SHARES) * counted + REPETITION_SHARES * recent)
-    assert repetition(model, packed, packed.num_tokens) == pytest.approx(bits.min() / bits[0], rel=1e-9)
-    assert bits.min() < 0.7 * bits[0]
-
-
-def test_a_text_without_repetitions_has_none(
-    train: PackedText, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    packed = pack([Document("", text) for text in VALIDATION], tokenizer, tmp_path / "packed")
-    assert repetition(NgramModel(train, 3), packed, 1000) <= 1
 
 
 def test_what_cannot_be_counted_is_refused(train: PackedText, tmp_path: Path) -> None:

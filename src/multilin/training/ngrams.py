@@ -12,8 +12,6 @@ MOST_SHARDS = 64  # of which n-grams are counted where not all are
 COUNTED_NGRAMS, PREDICTED_NGRAMS, FEWEST_PREDICTED = 200_000, 20_000, 300  # to tell whether a text is like another
 SMALL_VOCABULARY = 1000
 MUCH_UNLIKE = 1.4  # `unlikeness` of texts of one kind is 0.9 to 1.25, of two kinds 1.35 to 5
-RECENT = 256  # tokens before a position in which `repetition` looks for its last ones
-REPETITION_SHARES = np.linspace(0.0, 0.6, 31)  # of the recent tokens in the mixture, of which the best counts
 
 
 class NgramModel:
@@ -168,41 +166,6 @@ def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64],
     first = starts[np.searchsorted(starts, ends, side="right") - 1]
     is_text = ends != first
     return ends[is_text], first[is_text]
-
-
-def repetition(model: NgramModel, validation: PackedText, most: int) -> float:
-    """How much a text repeats what it said just before: the bits of an n-gram model that sees it, over those without.
-
-    With h the last m tokens before a position, m as large as they occur among the `RECENT` before and at most 3,
-
-        r(w) = (times w follows h there) / (times h has a follower there),        p(w) = (1 - s) p_ngram(w) + s r(w)
-
-    h is empty where not even the last token occurs there. s is that of `REPETITION_SHARES` with the fewest bits: one
-    without recent tokens is among them, so the result is at most 1.
-
-    Args:
-        model: of the training text.
-        validation: of the same tokenizer.
-        most: tokens that are predicted, at even distances; memory about 10 kB for each.
-    """
-    ends, first = _positions(validation, most)
-    columns = ends[:, None] - np.arange(RECENT + 3, -1, -1)
-    tokens = np.where(columns >= first[:, None], validation.tokens[np.maximum(columns, 0)].astype(np.int64), -1)
-    last, recent = tokens[:, -1:], tokens[:, 3:-1]
-    follows = recent >= 0
-    shares = _share(recent == last, follows)
-    for back in (1, 2, 3):
-        follows &= tokens[:, 3 - back : -1 - back] == tokens[:, -1 - back, None]
-        shares = np.where(follows.any(axis=1), _share(recent == last, follows), shares)
-    counted = model.probabilities(text_ngrams(validation, model.order, most))
-    bits = [-np.log2((1 - share) * counted + share * shares).sum() for share in REPETITION_SHARES]
-    return float(min(bits) / bits[0])
-
-
-def _share(hits: NDArray[np.bool_], among: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """(N,) the share of hits in each row, among the entries that count."""
-    counts: NDArray[np.float64] = (hits & among).sum(axis=1) / np.maximum(among.sum(axis=1), 1)
-    return counts
 
 
 def _look_up(keys: NDArray[np.int64], values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.architectures import architectures, base, get_architecture
 from multilin.errors import InputError
+from multilin.export.publish import model_files, own_architectures, publish_run
 from multilin.model.config import AUTO_FILE
 from multilin.model.factory import create_model
-from multilin.publish.code import model_files, own_architectures
-from multilin.publish.folder import publish_run
 from multilin.runs.load import Run
 
 

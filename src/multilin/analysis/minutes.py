@@ -1,0 +1,344 @@
+"""`train --minutes`: from a text and minutes to a recipe, by the measured speed of this machine and a table of models.
+
+Each row of the table is a model and the fewest training tokens that it is worth. Rows are measured on this machine, the
+smallest first; the largest one for which enough tokens fit into the time is picked. A small text bounds the choice: by
+parameters for each byte, by passes, and by a vocabulary that grows with the square root of the text at most.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from multilin.analysis.compare.sweep import builtin_sweep, nested
+from multilin.analysis.costs import parameter_counts
+from multilin.analysis.plan import find_vocab_size, step_seconds
+from multilin.data.corpora import read_documents
+from multilin.data.prepared import PreparedText
+from multilin.data.settings import BYTE_VOCAB_SIZE, DataRecipe
+from multilin.data.tasks import is_task
+from multilin.data.tokenizers import VocabularyTooLarge
+from multilin.errors import InputError, prefixed
+from multilin.model.memory import FLOAT_BYTES, activation_bytes, available_memory, parameter_bytes
+from multilin.settings.bounds import MOST_STEPS
+from multilin.training.assemble import check_model, create_network, read_text
+from multilin.training.environment import num_processes
+from multilin.training.fields import merge
+from multilin.training.ngrams import NgramModel
+from multilin.training.optimizers import optimizer_bytes
+from multilin.training.precision import autocast_dtype
+from multilin.training.processes import accelerator_or_cpu
+from multilin.training.progress import TrainingProgress
+from multilin.training.recipe import Recipe, given_fields, load_recipe
+from multilin.training.resolve import resolve_recipe
+from multilin.training.time_limit import ENDING, FIRST_SAVE
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A row of the table: width, depth and vocabulary, for runs in which it reads at least so many tokens."""
+
+    fewest_tokens: float
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+
+TABLE = (
+    Size(0, 64, 4, 4096), Size(1.1e6, 96, 4, 8192), Size(3.5e6, 128, 4, 8192), Size(8e6, 160, 4, 8192),
+    Size(12e6, 192, 4, 8192), Size(22e6, 256, 4, 8192), Size(32e6, 256, 6, 8192), Size(8e7, 320, 6, 8192),
+    Size(1.6e8, 384, 8, 8192), Size(2.4e8, 512, 8, 8192), Size(5e8, 640, 8, 8192),
+)  # fmt: skip
+"""The smallest first. From the runs behind docs/minutes.md; those of 6 and 8 layers are extrapolated."""
+ARCHITECTURE = "tscale"  # that of the lowest bits per byte in docs/compare.md
+VOCABULARIES = 512, 1024, 2048, 4096, 8192
+ENTRIES = 3.0  # times the square root of the bytes of a text: the largest vocabulary that it can fill well
+MOST_PASSES = 5
+MOST_PARAMETERS = 2 / 3  # for each byte of text, outside embeddings and output
+SHORT_RUN = 4, 256  # texts of a step and the tokens of each
+LONG_RUN, LONG_TOKENS = (8, 512), 4_000_000  # the same of a run of at least so many tokens, which is read faster
+WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
+BY_HEART = 1.0  # parameters per byte times (passes - 1), from which a strong weight decay keeps TScale from overfitting
+BY_HEART_DECAY = 0.05  # in steps of `SHORT_RUN`
+
+COUNTED_BYTES = 10**8  # of a text, as many as some hours of a small machine read
+COUNTED_NGRAMS = 300_000  # for the counting model that is named beside the text
+MEASURING_SHARE = 0.25  # of the whole time, after which the machine is measured no more
+TRAINING_SHARE = 0.9  # of the time that is left when the text is ready; the rest validates, saves, loads batches
+VALIDATIONS = 4  # before the last one
+VALIDATED_SHARE, FEWEST_VALIDATED, MOST_VALIDATED = 0.05, 10_000, 100_000  # tokens, as a share of those of training
+MINUTES_BETWEEN_SAVES = 3  # at most
+START_AND_END = 10.0  # seconds of a run before its first step and after its last one, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A size on this machine: its speed in training, and its parameters outside embeddings and output."""
+
+    size: Size
+    parameters: int
+    tokens_per_second: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Pick:
+    """A recipe for so many minutes, and what it follows from.
+
+    recipe: ready to be trained; it ends after the minutes, or after `MOST_PASSES`.
+    candidate: that was picked. tokens: to train it on.
+    train_tokens, train_bytes: of the training text. trigram: bits per byte of a counting model of three tokens.
+    remarks: a sentence each.
+    """
+
+    recipe: Recipe
+    candidate: Candidate
+    tokens: int
+    train_tokens: int
+    train_bytes: int
+    trigram: float
+    remarks: list[str]
+
+    @property
+    def with_steps(self) -> Recipe:
+        """The recipe with about the steps that fit, instead of the minutes."""
+        training = self.recipe.training
+        blocks = training.global_batch_size or training.batch_size
+        steps = max(1, round(self.tokens / (blocks * self.recipe.model.n_positions)))
+        return dataclasses.replace(self.recipe, training=dataclasses.replace(training, minutes=None, max_steps=steps))
+
+
+def pick(
+    name: str | None, changes: Mapping[str, Any], minutes: float, began: float, progress: TrainingProgress
+) -> Pick:
+    """Pick what neither a recipe nor changes of it give.
+
+    Args:
+        name: a recipe to keep, or None.
+        changes: dotted fields of the recipe to keep, to their values.
+        minutes: that the whole command may take.
+        began: `time.monotonic()` when it began.
+        progress: told what is under way.
+
+    Raises:
+        InputError: a recipe or a text that cannot be used, fields that the clock or the table decides, too little time.
+    """
+    picker = _Picker(name, {"training.minutes": minutes, **changes})
+    picker.check()
+    progress.message("measuring this machine and the text")
+    text = None if picker.given_vocabulary is None else picker.read_text(picker.given_vocabulary, progress)
+    train_bytes = count_bytes(picker.base.data) if text is None else text.train.num_bytes
+    seconds, until = _training_seconds(minutes, began), began + MEASURING_SHARE * 60 * minutes
+    measured = list(picker.measure(train_bytes, seconds, until))
+    if text is None:
+        text = picker.read_text(choose(measured, seconds, train_bytes).size.vocab_size, progress)
+    train_bytes, seconds = text.train.num_bytes, _training_seconds(minutes, began)
+    picked = choose(measured, seconds, train_bytes)
+    picked = dataclasses.replace(picked, size=dataclasses.replace(picked.size, vocab_size=len(text.tokenizer)))
+    most_tokens = MOST_PASSES * text.train.num_tokens
+    if min(seconds * picked.tokens_per_second, most_tokens) >= LONG_TOKENS:
+        picker.step = LONG_RUN
+        picked = picker.measured(picked.size, until) if time.monotonic() < until else picked
+    tokens = max(1, round(min(seconds * picked.tokens_per_second, most_tokens)))
+    remarks = []
+    if tokens == most_tokens:
+        steps = tokens / picked.tokens_per_second / TRAINING_SHARE
+        needed = time.monotonic() - began + steps + START_AND_END
+        remarks.append(
+            f"More than {MOST_PASSES} passes over this text would overfit: the run ends after them, in about "
+            f"{min(needed / 60, minutes):.1f} minutes. More text would be worth more time."
+        )
+    by_heart = picked.parameters / train_bytes * (tokens / text.train.num_tokens - 1)
+    recipe = picker.recipe(picked.size, tokens, is_known_by_heart=by_heart >= BY_HEART, most_tokens=most_tokens)
+    trigram = NgramModel(text.train, 3, COUNTED_NGRAMS).bits_per_byte(text.validation, COUNTED_NGRAMS)
+    return Pick(recipe, picked, tokens, text.train.num_tokens, train_bytes, trigram, remarks)
+
+
+def choose(measured: Iterable[Candidate], seconds: float, train_bytes: int) -> Candidate:
+    """The largest candidate that the time and the text are worth, of at least one, the smallest first."""
+    smallest, *larger = measured
+    best = smallest
+    for one in larger:
+        if one.parameters <= MOST_PARAMETERS * train_bytes and seconds * one.tokens_per_second > one.size.fewest_tokens:
+            best = one
+    return best
+
+
+def count_bytes(data: DataRecipe) -> int:
+    """Bytes of a text, counted up to about `COUNTED_BYTES`.
+
+    Raises:
+        InputError: the text cannot be read.
+    """
+    total = 0
+    with prefixed("data.source: "):
+        for document in read_documents(data.source, text_field=data.text_field, encoding_errors=data.encoding_errors):
+            total += len(document.text.encode())
+            if total >= COUNTED_BYTES:
+                break
+    return total
+
+
+def recipe_values(
+    architecture: str, size: Size, steps: float, step: tuple[int, int], is_known_by_heart: bool = False
+) -> dict[str, Any]:
+    """The recipe of a run of about so many steps, each of so many texts and tokens: dotted fields to values.
+
+    Options, optimizer and learning rate of the architecture are those of `multilin compare`, which were found alike, in
+    steps of `SHORT_RUN`. In others the rate grows with the square root of the tokens, as that of Adam should, and so
+    does the stronger weight decay of a TScale that would learn its text by heart.
+    """
+    sweep = builtin_sweep()
+    row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
+    values = merge(merge({"model": {"architecture": architecture}}, nested(sweep.base, "base")), row)
+    growth = math.sqrt(math.prod(step) / math.prod(SHORT_RUN))
+    values["optimizer"]["learning_rate"] *= growth
+    if is_known_by_heart and architecture == ARCHITECTURE:
+        values["optimizer"]["weight_decay"] = BY_HEART_DECAY * growth
+    sections = {name: values["model"].get(name, {}) for name in ("options", "config")}
+    return {
+        "model.architecture": architecture,
+        "model.hidden_size": size.hidden_size,
+        "model.num_layers": size.num_layers,
+        "model.n_positions": step[1],
+        **{f"model.{section}.{name}": value for section, part in sections.items() for name, value in part.items()},
+        "tokenizer.kind": "byte" if size.vocab_size == BYTE_VOCAB_SIZE else "bpe",
+        "tokenizer.vocab_size": None if size.vocab_size == BYTE_VOCAB_SIZE else size.vocab_size,
+        **{f"optimizer.{name}": value for name, value in values["optimizer"].items()},
+        "schedule.name": "linear",
+        "schedule.warmup_steps": round(min(LONGEST_WARMUP, WARMUP_SHARE * steps)),
+        "training.batch_size": step[0],
+    }
+
+
+def _training_seconds(minutes: float, began: float) -> float:
+    """Seconds that remain for steps, beside what the clock of a run keeps back for its end.
+
+    Raises:
+        InputError: so few that hardly a step could be made.
+    """
+    used = time.monotonic() - began
+    left = 60 * minutes - used
+    if (seconds := min(TRAINING_SHARE * left, left - ENDING - 2 * FIRST_SAVE)) <= used / 10:
+        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s so far; give more")
+    return seconds
+
+
+class _Picker:
+    """What is given, and recipes that complete it."""
+
+    def __init__(self, name: str | None, changes: Mapping[str, Any]) -> None:
+        self.name, self.changes, self.given = name, changes, given_fields(name, changes)
+        self.base = load_recipe(name, changes)
+        self.architecture = self.given.get("model.architecture") or ARCHITECTURE
+        self.step = SHORT_RUN
+        data, tokenizer = self.base.data, self.base.tokenizer
+        self._has_tokenizer = data.is_prepared or tokenizer.path is not None or tokenizer.kind == "byte"
+        self._is_bytes_allowed = self.given.get("tokenizer.kind") is None
+        self.given_vocabulary: int | None = None
+
+    def check(self) -> None:
+        """Refuse what the table cannot complete; find the given vocabulary."""
+        minutes = "--minutes picks a model for a text"
+        if num_processes() > 1:
+            raise InputError(f"{minutes} by one process; give torchrun a recipe, with --training.minutes")
+        if is_task(self.base.data.name):
+            raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
+        if self.base.model.start is not None:
+            raise InputError(f"model.start: {self.base.model.start} given, but {minutes}; give --training.minutes")
+        self.given_vocabulary = find_vocab_size(self.base) if self._has_tokenizer else self.base.tokenizer.vocab_size
+        check_model(resolve_recipe(self.recipe(self.sizes(BYTE_VOCAB_SIZE)[0])))
+
+    def sizes(self, most_entries: float) -> list[Size]:
+        """The table's rows with the fields that are given and at most so many entries, the smallest first."""
+        found: dict[tuple[int, int], Size] = {}
+        for row in TABLE:
+            width = self.given.get("model.hidden_size") or row.hidden_size
+            depth = self.given.get("model.num_layers") or row.num_layers
+            vocab_size = self.given_vocabulary or self._vocabulary(min(row.vocab_size, most_entries))
+            found.setdefault((width, depth), Size(row.fewest_tokens, width, depth, vocab_size))
+        return list(found.values())
+
+    def _vocabulary(self, most: float) -> int:
+        """The largest vocabulary of at most so many entries; bytes if there is none, and bytes are allowed."""
+        fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else VOCABULARIES[0]
+        return max((size for size in VOCABULARIES if size <= most), default=fewest)
+
+    def read_text(self, vocab_size: int, progress: TrainingProgress) -> PreparedText:
+        """The text with so many tokens, or as many as it supports."""
+        try:
+            return self._read(vocab_size, progress)
+        except VocabularyTooLarge as error:
+            if self.given_vocabulary is not None or (not self._is_bytes_allowed and error.most <= BYTE_VOCAB_SIZE):
+                raise
+            fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else error.most
+            return self._read(max((size for size in VOCABULARIES if size <= error.most), default=fewest), progress)
+
+    def _read(self, vocab_size: int, progress: TrainingProgress) -> PreparedText:
+        size = dataclasses.replace(self.sizes(vocab_size)[0], vocab_size=vocab_size)
+        return read_text(self.recipe(size), progress.prepare)
+
+    def measure(self, train_bytes: int, seconds: float, until: float) -> Iterator[Candidate]:
+        """The smallest size, and those after it up to the first that memory, text or time is too small for."""
+        memory = available_memory() or math.inf
+        for number, size in enumerate(self.sizes(ENTRIES * math.sqrt(train_bytes))):
+            needed, parameters = self._count(size)
+            is_too_large = needed > memory or parameters > MOST_PARAMETERS * train_bytes
+            if number and (is_too_large or time.monotonic() > until):
+                return
+            found = self.measured(size, until)
+            yield found
+            if seconds * found.tokens_per_second < size.fewest_tokens:
+                return
+
+    def measured(self, size: Size, until: float) -> Candidate:
+        """A size with the speed of its training steps on this machine."""
+        recipe = self.recipe(size)
+        seconds = step_seconds(recipe, size.vocab_size, until, accelerator_or_cpu())
+        tokens = recipe.training.batch_size * recipe.model.n_positions
+        return Candidate(size, self._count(size)[1], tokens / seconds)
+
+    def _count(self, size: Size) -> tuple[float, int]:
+        """Bytes that training takes at least, and parameters outside embeddings and output."""
+        recipe = resolve_recipe(self.recipe(size))
+        with torch.device("meta"):
+            model = create_network(recipe, size.vocab_size, None)
+        total, in_embeddings = parameter_counts(model)
+        number_bytes = FLOAT_BYTES if autocast_dtype(recipe.training.precision) is None else 2
+        weights = 2 * parameter_bytes(model) + optimizer_bytes(recipe.optimizer, model)
+        tokens = recipe.training.batch_size * recipe.model.n_positions
+        return weights + activation_bytes(model, tokens, number_bytes=number_bytes), total - in_embeddings
+
+    def recipe(
+        self, size: Size, tokens: int = 10**6, is_known_by_heart: bool = False, most_tokens: int | None = None
+    ) -> Recipe:
+        """The recipe of a size, for about so many tokens.
+
+        It ends after `most_tokens`, unless the minutes end it before.
+        """
+        blocks = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
+        tokens_per_step = blocks * (self.given.get("model.n_positions") or self.step[1])
+        steps = tokens / tokens_per_step
+        saves = max(VALIDATIONS, self.changes["training.minutes"] / MINUTES_BETWEEN_SAVES)
+        values = recipe_values(self.architecture, size, steps, self.step, is_known_by_heart) | {
+            "training.eval_every_steps": math.ceil(steps / (VALIDATIONS + 1)),
+            "training.eval_max_tokens": round(min(max(VALIDATED_SHARE * tokens, FEWEST_VALIDATED), MOST_VALIDATED)),
+            "training.save_every_steps": math.ceil(steps / (saves + 1)),
+        }
+        most = MOST_STEPS if most_tokens is None else min(max(1, round(most_tokens / tokens_per_step)), MOST_STEPS)
+        return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))
+
+    def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of fields that what is given leaves open."""
+        left_out = []
+        if self._has_tokenizer:
+            left_out += ["tokenizer"]
+        if self.given.get("model.layers") is not None:
+            left_out += ["model.num_layers", "model.options"]
+        if self.name is not None or self.given.get("optimizer.name") not in (None, values["optimizer.name"]):
+            left_out += ["optimizer"]
+        if self.name is not None:
+            left_out += ["model.options", "model.config", "schedule.name"]
+        return {field: value for field, value in values.items() if not field.startswith(tuple(left_out))}

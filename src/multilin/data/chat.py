@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from multilin.data.encoding import TextReader, plain_tokenizer
+from multilin.data.added_text import TextReader, plain_tokenizer
 from multilin.errors import InputError, as_input_error, nearest, prefixed, shown
 
 if TYPE_CHECKING:

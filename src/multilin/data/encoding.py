@@ -6,13 +6,12 @@ transformers is not imported, so that this module loads quickly.
 import itertools
 import json
 import re
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,116 +29,6 @@ _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # Bytes by the characters that stand for them, as GPT-2 has them.
 BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-
-
-def plain_tokenizer(content: str) -> Tokenizer:
-    """A tokenizer from its JSON, without truncation and padding; names of special tokens are read as text."""
-    tokenizer = Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text on its own, without special tokens that are put around it."""
-    # Unlike `Tokenizer.encode` this lets other threads run meanwhile.
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-class TextReader:
-    """Reads text as tokens. Text never becomes a control token, whatever it spells; only `names` do.
-
-    Attributes:
-        names: of each control token the name, which cannot be guessed, that is read as this token.
-        tokenizer: reads whole texts.
-
-    Args:
-        tokenizer: without truncation and padding.
-        control: the texts of the control tokens; None takes the special tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, control: Iterable[str] | None = None) -> None:
-        if control is None:
-            control = _special_tokens_in_text(tokenizer)
-        self.names = {text: f"<{secrets.token_hex(16)}>" for text in control}
-        self.tokenizer = _renamed(tokenizer, self.names) if self.names else tokenizer
-        self._added = _without_space_before(self.tokenizer)
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        reads_special = not self.tokenizer.encode_special_tokens
-        self._special = [token.content for token in added if token.special and reads_special]
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text on its own."""
-        return encode_whole(self.tokenizer, text)
-
-    def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that follows other text, without the space that some tokenizers put before a text.
-
-        A control token begins a text again, so that the space comes after it, as in one piece.
-        """
-        place = min((start for name in self._special if (start := text.find(name)) >= 0), default=len(text))
-        first, rest = text[:place], text[place:]
-        return (encode_whole(self._added, first) if first else []) + (self.encode(rest) if rest else [])
-
-
-def _special_tokens_in_text(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens, if the model may take one for a piece of text although the tokenizer does not look for them.
-
-    Unigram models do so, for example; BPE makes text of single characters, which no merge joins to a special token.
-    """
-    model = tokenizer.model
-    if isinstance(model, models.BPE) and not model.ignore_merges:
-        return []
-    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-
-
-def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer with other names for some added tokens; the old ones are read as text."""
-    content = json.loads(tokenizer.to_str())
-    for token in content["added_tokens"]:
-        if token["content"] in names:
-            # A name is found before the text is normalized, beside letters too.
-            token |= {"content": names[token["content"]], "special": True, "normalized": False, "single_word": False}
-    model = content["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
-    else:
-        model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:  # those with a control token could no longer be read
-        model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
-    renamed = plain_tokenizer(json.dumps(content | {"post_processor": None}))  # it adds tokens by their old names
-    renamed.encode_special_tokens = False
-    return renamed
-
-
-def _without_space_before(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer without the space before a text; as it is where that space stands for one of the text."""
-    content = json.loads(tokenizer.to_str())
-    parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
-    if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):
-        return tokenizer
-    return plain_tokenizer(json.dumps(content | parts))
-
-
-def _without_prefix(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON, without what puts a space before a text."""
-    if isinstance(part, list):
-        return [kept for inner in part if (kept := _without_prefix(inner)) is not None]
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") == "Prepend":
-        return None
-    changes = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {name: changes.get(name, _without_prefix(value)) for name, value in part.items()}
-
-
-def _drops_spaces(part: Any) -> bool:
-    """True for a pre-tokenizer, as JSON, that drops spaces: what is then put before each piece stands for them."""
-    kinds = [inner.get("type") for inner in (part or {}).get("pretokenizers", [])]
-    return any(kind in ("WhitespaceSplit", "Whitespace", "BertPreTokenizer") for kind in kinds)
 
 
 def cut_at_whitespace(text: str, characters: int) -> Iterator[str]:

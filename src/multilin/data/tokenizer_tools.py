@@ -6,8 +6,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from multilin.data.added_text import plain_tokenizer
 from multilin.data.corpora import read_documents
-from multilin.data.encoding import make_encoder, plain_tokenizer
+from multilin.data.encoding import make_encoder
 from multilin.data.prepare import reported_texts
 from multilin.data.progress import Progress, no_progress
 from multilin.data.settings import TokenizerShowArguments, TokenizerTrainArguments

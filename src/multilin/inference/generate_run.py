@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from multilin.data.encoding import plain_tokenizer
+from multilin.data.added_text import plain_tokenizer
 from multilin.data.tokenizers import start_token_id
 from multilin.inference.generate import DEFAULTS, Continuation, check_settings, count_new_tokens, generate
 from multilin.inference.settings import GenerationSettings

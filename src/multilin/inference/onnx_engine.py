@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from multilin.data.encoding import plain_tokenizer
+from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError, as_input_error
 from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor

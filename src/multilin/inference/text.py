@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from multilin.data.encoding import TextReader, is_byte_name, token_bytes
+from multilin.data.added_text import TextReader
+from multilin.data.encoding import is_byte_name, token_bytes
 from multilin.errors import InputError, shown
 
 CONTEXT = 8  # tokens before a text that can matter to how it is decoded

@@ -91,9 +91,11 @@ def load_recipe(
             values = without(values, _OF_START)
     if "model.start" in overrides:
         values = without(values, ["model.start_hash"])  # of the weights that the recipe names
-    values = overlay(nest(defaults or {}), _changed(values, overrides))
+    own = _changed(values, overrides)
+    values = overlay(nest(defaults or {}), own)
     recipe = load_settings(Recipe, values)
-    _check_text(recipe, overrides if is_run or "data.source" in overrides else flatten(values))
+    is_other_text = "data.source" in overrides or "data.mix" in overrides
+    _check_text(recipe, overrides if is_run or is_other_text else flatten(own))
     check_start(recipe)
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides)
     if recipe.model.start is None or (is_run and not changes_model):

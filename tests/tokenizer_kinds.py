@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from multilin.data.encoding import plain_tokenizer
+from multilin.data.added_text import plain_tokenizer
 from multilin.data.tokenizers import train_tokenizer
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from multilin.data.encoding import plain_tokenizer
+from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError
 from multilin.export.web import check_tokenizer
 from multilin.inference.text import TextCodec, TextStream

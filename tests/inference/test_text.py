@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from multilin import InputError
-from multilin.data.encoding import make_encoder, plain_tokenizer
+from multilin.data.added_text import plain_tokenizer
+from multilin.data.encoding import make_encoder
 from multilin.data.tokenizers import train_tokenizer
 from multilin.inference.generate_run import text_codec
 from multilin.inference.text import TextCodec, TextStream

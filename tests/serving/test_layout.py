@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from multilin import InputError
-from multilin.data.encoding import plain_tokenizer
+from multilin.data.added_text import plain_tokenizer
 from multilin.data.files import Document
 from multilin.data.packed_text import pack
 from multilin.data.tokenizers import train_tokenizer

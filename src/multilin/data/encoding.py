@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from multilin.data.added_text import TextReader, plain_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 

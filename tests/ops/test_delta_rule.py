@@ -1,6 +1,7 @@
 """delta_rule: the definition against matrices, the chunks against the definition and transformers', and the laws."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,8 +74,9 @@ def test_chunks_equal_the_definition(monkeypatch, name: str, length: int, number
 
 @every_switch
 @pytest.mark.parametrize("length", [5, 17, T])
+@pytest.mark.parametrize("backend", [portable.delta_rule, partial(portable.delta_rule, kernels="cpu")])
 @pytest.mark.usefixtures("poisoned")
-def test_chunks_in_float32_equal_the_definition_in_float64(name: str, length: int) -> None:
+def test_chunks_in_float32_equal_the_definition_in_float64(name: str, length: int, backend: Any) -> None:
     inputs = make_inputs(name, B, length, H, 16, 8).map(torch.Tensor.float)
     exact = with_gradients(reference.delta_rule, inputs, torch.float64)
     check_near(with_gradients(portable.delta_rule, inputs), exact, 2e-6)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from multilin.ops.delta_rule import gpu, portable, reference
-from multilin.ops.dispatch import Backend, Op, few_tokens, gpu_kernels
+from multilin.ops.dispatch import Backend, Op, cpu_kernels, few_tokens, gpu_kernels
 from multilin.ops.shapes import check_heads, check_shapes
 
 __all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
@@ -16,6 +16,7 @@ __all__ = ["DELTA_RULE", "DeltaRuleState", "delta_rule", "delta_rule_weights"]
 DELTA_RULE = Op(
     "delta_rule",
     [
+        cpu_kernels("compiled, products by PyTorch in chunks", partial(portable.delta_rule, kernels="cpu")),
         gpu_kernels("compiled, the memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multilin.ops.delta_rule import gpu
+from multilin.ops.delta_rule import cpu, elementwise, gpu
 from multilin.ops.kernels import MANY_NUMBERS, is_exported, refuse_second_derivative
 
 SHORT = 4  # tokens up to which the definition itself is faster
@@ -32,7 +32,7 @@ def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor, kernels: str = "none",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; "gpu" runs some of the steps by kernels, in float32, "none" runs none."""
+    """See `multilin.ops.delta_rule`; "cpu" and "gpu" run some of the steps by kernels, in float32, "none" runs none."""
     (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
@@ -75,7 +75,7 @@ class _Chunks(torch.autograd.Function):
         logs = _sums_of_logs(log_decays, k)
         from_start, to_end = (torch.exp2(x.to(k.dtype)) for x in (logs, logs[:, -1:] - logs))
         scores, overlaps = q @ k.mT, None if rates is None else k @ k.mT
-        decays, system = weigh(scores, overlaps, logs, rates)
+        decays, system = steps.weigh(scores, overlaps, logs, rates)
         added, read = v, None
         if rates is not None:
             system, added, read = steps.solve(system, v * rates[..., None], k * (from_start * rates)[..., None])
@@ -87,8 +87,8 @@ class _Chunks(torch.autograd.Function):
         q_from_start = q * from_start[..., None]
         result = (q_from_start @ memories).baddbmm_(scores, added)
         ctx.save_for_backward(
-            q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system,
-            added, read, memories,
+            q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps,
+            system, added, read, memories,
         )  # fmt: skip
         return result.view(shape), memory_MDE
 
@@ -107,8 +107,8 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of all arguments. One solve of the transposed system gives the gradient of b V - b e^G K M."""
     (
-        q, k, v, log_decays, rates, q_from_start, k_to_end, from_start, to_end, decays, scores, overlaps, system, added,
-        read, memories,
+        q, k, v, log_decays, rates, q_from_start, k_to_end, logs, from_start, to_end, decays, scores, overlaps, system,
+        added, read, memories,
     ) = saved  # fmt: skip
     over_chunk = from_start[:, -1:, None]
     dadded, through_q = scores.mT @ dresult, q_from_start.mT @ dresult
@@ -120,69 +120,22 @@ def _gradients(
         dknown = steps.solve_transposed(system, dadded)
         dsystem, dread = torch.baddbmm(system, dknown, added.mT, beta=0, alpha=-1), dknown @ memories.mT
     dscores, dq, dk = dresult @ added.mT, dresult @ memories.mT, added @ dmemories.mT
-    drates, dlogs = unweigh(dscores, dsystem, scores, overlaps, decays, rates)
-    # Products with e^G, e^(G_C - G) and b, whose sums over the width belong to logs and rates.
-    by_start, by_end = (dq * q).sum(dim=2) * from_start, (dk * k).sum(dim=2) * to_end
-    dq.mul_(from_start[..., None]).baddbmm_(dscores, k)
-    dk.mul_(to_end[..., None]).baddbmm_(dscores.mT, q)
-    if dknown is not None:
-        by_read = (dread * k).sum(dim=2) * -from_start
+    drates, dlogs = steps.unweigh(dscores, dsystem, scores, overlaps, decays, logs, rates)
+    dots = steps.rescale(dq, dk, dknown, dread, q, k, v, from_start, to_end, rates)
+    by_start, by_end = dots[0] * from_start, dots[1] * to_end
+    dq.baddbmm_(dscores, k)
+    dk.baddbmm_(dscores.mT, q)
+    if rates is not None:
+        by_read = dots[2] * -from_start
         by_start += by_read * rates
-        drates += (dknown * v).sum(dim=2) + by_read
-        dk.addcmul_(dread, (from_start * rates)[..., None], value=-1).baddbmm_(dsystem, k)
-        dknown.mul_(rates[..., None])
+        drates += dots[3] + by_read
+        dk.baddbmm_(dsystem, k)
     if log_decays is not None:
         by_chunk = (dmemories * memories).sum(dim=-1).sum(dim=1, keepdim=True) * over_chunk[..., 0]
         from_last = by_start.flip(1).cumsum(dim=1).flip(1)  # for each token the sum over it and all later ones
         dlogs = dlogs + from_last + _before(by_end) + by_chunk
         dlogs = dlogs.masked_fill(log_decays < FORGOTTEN * math.log(2), 0.0).to(log_decays.dtype)
     return dq, dk, dadded if dknown is None else dknown, None if log_decays is None else dlogs, drates, dmemory
-
-
-def weigh(scores: Tensor, overlaps: Tensor | None, logs: Tensor, rates: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Multiply scores and overlaps, in place, by P_ts = 2^(G_t - G_s) for s <= t, else 0.
-
-    Args:
-        scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. Of overlaps, only what is below the diagonal
-            counts.
-        logs: (n, C) G to the base 2, in float64, as one large log would cost the others their digits.
-        rates: (n, C) b; None where there are no overlaps.
-
-    Returns:
-        P, and b times the changed overlaps.
-    """
-    is_later_CC = torch.ones(*scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-    decays = (logs[:, :, None] - logs[:, None]).to(scores.dtype).masked_fill_(is_later_CC, -torch.inf).exp2_()
-    scores.mul_(decays)
-    if overlaps is None or rates is None:
-        return decays, None
-    return decays, overlaps.mul_(decays) * rates[..., None]
-
-
-def unweigh(
-    dscores: Tensor, dsystem: Tensor | None, scores: Tensor, overlaps: Tensor | None, decays: Tensor,
-    rates: Tensor | None,
-) -> tuple[Any, Tensor]:  # fmt: skip
-    """The gradients of b and of the logs of decays, by pairs.
-
-    Args:
-        dscores: gradient of the changed scores, which becomes that of Q K^T.
-        dsystem: gradient of b times the changed overlaps, in which only what is below the diagonal counts; it becomes
-            X + X^T where X is the gradient of K K^T.
-        scores, overlaps, decays: as `weigh` left and returned them.
-        rates: as given to `weigh`.
-    """
-    by_pair, drates = dscores * scores, None
-    dscores.mul_(decays)
-    if dsystem is not None and overlaps is not None and rates is not None:
-        by_system = dsystem.tril_(-1) * overlaps
-        drates = by_system.sum(dim=2)
-        by_pair.addcmul_(by_system, rates[..., None])
-        dsystem.mul_(decays * rates[..., None])
-        dsystem.add_(dsystem.mT.clone())
-    # The gradient of a pair belongs to all logs between the two. In float64, where parts of pairs on one side cancel.
-    dsums = by_pair.sum(dim=2, dtype=torch.float64) - by_pair.sum(dim=1, dtype=torch.float64)
-    return drates, dsums.flip(1).cumsum(dim=1).flip(1)
 
 
 def write(
@@ -263,6 +216,9 @@ def solve_transposed(lower: Tensor, known: Tensor) -> Tensor:
 class _Steps(NamedTuple):
     """The steps that a device may have kernels for."""
 
+    weigh: Callable[..., Any] = elementwise.weigh
+    unweigh: Callable[..., Any] = elementwise.unweigh
+    rescale: Callable[..., Any] = elementwise.rescale
     solve: Callable[..., tuple[Tensor, ...]] = solve
     solve_transposed: Callable[[Tensor, Tensor], Tensor] = solve_transposed
     write: Callable[..., tuple[Tensor, Tensor, Tensor]] = write
@@ -276,6 +232,7 @@ def _solve_by_inverse(invert: Callable[[Tensor], Tensor], lower: Tensor, *known:
 
 _STEPS = {
     "none": _Steps(),
+    "cpu": _Steps(weigh=cpu.weigh, unweigh=cpu.unweigh, rescale=cpu.rescale),
     "gpu": _Steps(
         # For many small systems, cuBLAS's substitution takes several times as long as products with inverses.
         solve=partial(_solve_by_inverse, gpu.invert),

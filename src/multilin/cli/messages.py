@@ -79,7 +79,8 @@ def read_recipe(name_or_path: str | None, changes: Mapping[str, Any]) -> "Recipe
 
     recipe = load_recipe(name_or_path, changes)
     if is_main_process() and (names := left_out_fields(name_or_path, changes, recipe)):
-        print(f"multilin: left out of the recipe, as another choice replaces it: {', '.join(names)}", file=sys.stderr)
+        left_out = ", ".join(names)
+        print(f"multilin: warning: left out of the recipe, as another choice replaces it: {left_out}", file=sys.stderr)
     return recipe
 
 

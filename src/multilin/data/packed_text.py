@@ -31,6 +31,7 @@ from multilin.data.files import Document
 from multilin.data.tokenizers import start_token_id, token_byte_lengths, tokenizer_hash
 from multilin.errors import InputError, plural
 from multilin.files import atomic_folder
+from multilin.settings.inputs import check_regular
 
 IGNORED_LABEL = -100
 BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
@@ -104,6 +105,9 @@ class PackedText:
             InputError: the folder holds no packing, or a damaged one.
         """
         folder = Path(folder)
+        for path in (folder / name for name in (DESCRIPTION, INDEX, TOKENS, ANSWERS)):
+            if path.exists():
+                check_regular(path, "")
         try:
             description = Description(**json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
             index = {name: tensor.numpy() for name, tensor in load_file(folder / INDEX).items()}  # memory-mapped

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder, checksum, remove_partials, write_whole
+from multilin.settings.inputs import check_regular
 
 ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a call over the network; seconds after the first, doubled each time
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
@@ -81,6 +82,8 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
+        if self.local is not None and (self.local / name).exists():
+            check_regular(self.local / name, self.field)
         try:
             content: bytes = insist(partial(self._files.cat_file, f"{self._root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):

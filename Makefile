@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+QUICK := tests/contract tests/ops/test_all_ops.py tests/training/test_resume.py tests/cli/test_generate.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-quick test-all lint bench docs clean
@@ -10,7 +11,7 @@ demo: $(VENV)/.installed  ## train a small model on the text inside Python and r
 	$(BIN)/multilin demo
 
 test-quick: $(VENV)/.installed-dev  ## run some tests of all kinds, in less than a minute
-	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick $(QUICK)
 
 test: $(VENV)/.installed-dev  ## run the tests, without those that are marked as slow
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -40,10 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _is_quick(item: pytest.Item) -> bool:
     if item.get_closest_marker("slow"):
         return False
-    is_contract = item.path.parent.name == "contract" and (
-        "[additive-default" in item.name or "[tscale-default" in item.name
-    )
-    return is_contract or item.get_closest_marker("quick") is not None
+    names = ("[additive-default", "[tscale-default")
+    is_contract = item.path.parent.name == "contract" and item.path.stem not in ("test_int8", "test_cuda_graphs")
+    return item.get_closest_marker("quick") is not None or (is_contract and any(name in item.name for name in names))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -168,6 +168,7 @@ def test_without_tokens_a_state_stays_as_it_is(name: str) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick
 @every_reading
 def test_reading_in_pieces_is_reading_at_once_and_no_state_is_made_unasked(name: str) -> None:
     inputs, state, pieces = [x.double() for x in inputs_of(name)], None, []
@@ -202,6 +203,7 @@ def test_what_stands_in_padding_changes_nothing(name: str, dtype: torch.dtype) -
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.quick
 @every_call
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -94,7 +94,7 @@ def load_recipe(
     own = _changed(values, overrides)
     values = overlay(nest(defaults or {}), own)
     recipe = load_settings(Recipe, values)
-    is_other_text = "data.source" in overrides or "data.mix" in overrides
+    is_other_text = any(dotted == "data.source" or dotted.startswith("data.mix") for dotted in overrides)
     _check_text(recipe, overrides if is_run or is_other_text else flatten(own))
     check_start(recipe)
     changes_model = any(dotted.startswith(("model", "tokenizer")) for dotted in overrides)

@@ -2,6 +2,9 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from multilin.analysis.explain.explanation import explain
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
 from multilin.serving import readings
+from multilin.serving.errors import ApiError
 from tests.serving.conftest import Start, until
 from tests.serving.engines import Watched
 
@@ -56,6 +60,30 @@ def test_reading_of_an_export_is_refused(start: Start) -> None:
     server.post("/v1/completions", prompt="abc", session=session)
     error = server.call("GET", f"/v1/sessions/{session}/reading", status=400)["error"]
     assert "serve the folder of the run itself" in error["message"]
+
+
+def test_readings_that_wait_are_few_so_that_threads_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compute(self: readings.Readings, turn: Any) -> tuple[dict[str, Any], list[Any]]:
+        begun.set()
+        may_end.wait(60)
+        return {"turn": turn.id, "meanings": ["a mean"]}, [np.ones((1, 1))]
+
+    monkeypatch.setattr(readings, "MOST_WAITING", 1)
+    monkeypatch.setattr(readings.Readings, "_explain", compute)
+    asked, turn = readings.Readings(lambda: None), SimpleNamespace(id="turn")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(asked.get, turn, 0)
+        try:
+            assert begun.wait(60)
+            with pytest.raises(ApiError) as refused:
+                asked.get(turn, 0)
+        finally:
+            may_end.set()
+        assert first.result()["weights"] == [[1.0]]
+    assert refused.value.status == 429
+    assert asked.get(turn, 0)["weights"] == [[1.0]]  # there is room again
 
 
 def test_stopped_turn_is_kept_and_goes_on(start: Start, run: Run) -> None:

@@ -16,9 +16,10 @@ from multilin.errors import InputError
 from multilin.files import partial_path
 from multilin.inference.text import TextCodec
 from multilin.serving import sessions
+from multilin.serving.folder import Folder, new_id
 from multilin.serving.generation import Generation
 from multilin.serving.jobs import Job
-from multilin.serving.sessions import NOBODY, Folder, new_id
+from multilin.serving.sessions import NOBODY
 from multilin.serving.settings import ServeLimits
 from multilin.serving.turns import Turn, TurnStore
 from multilin.settings import load_settings

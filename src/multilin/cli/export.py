@@ -1,16 +1,15 @@
-"""The verbs that write a model for elsewhere: export and publish; and the engine that `multilin generate` runs."""
+"""The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
 
 import contextlib
 import functools
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from multilin.cli.messages import check_installed, is_main_process, load, loading, say_next
+from multilin.cli.messages import check_installed, is_main_process, load, say_next
 from multilin.cli.tables import make_console, print_table
 from multilin.errors import InputError
 from multilin.files import beside, check_folder
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 EXPORT_SECONDS = 30.0
 """About what an export takes on two cores."""
-_NAME = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]{0,95}", re.ASCII | re.IGNORECASE)
-_REFUSED = re.compile(r"--|\.\.|\.git$|[.-](/|$)")  # by the hub
 
 
 @settings
@@ -106,38 +103,6 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
         f"{comparison.equal_tokens} of {comparison.num_greedy} greedy tokens are equal.",
         soft_wrap=True,
     )
-
-
-@settings
-class PublishArguments:
-    """What to publish."""
-
-    run: PathText  # folder of a trained model
-    name: str  # on the hub: OWNER/NAME
-    folder: PathText | None = None  # to write; without one RUN-hub
-    upload: bool = False  # send the folder to the hub
-    private: bool = False  # the repository on the hub is made for its owner only
-
-
-def publish(arguments: PublishArguments) -> None:
-    """Write a run as a folder for the Hugging Face hub that loads without multilin, and upload it if asked."""
-    if _NAME.fullmatch(arguments.name) is None or _REFUSED.search(arguments.name):
-        raise InputError(f"name: {arguments.name!r:.60} given, but it should be OWNER/NAME, as the hub has it")
-    if arguments.private and not arguments.upload:
-        raise InputError("private: given, but nothing is uploaded; give --upload too, or leave it out")
-    check_run_files(arguments.run)
-    folder = Path(arguments.folder or beside(arguments.run, "-hub"))
-    check_folder("--folder", folder, must_be_new=True)
-    run = load(arguments.run)
-    from multilin.export.publish import publish_run, upload
-
-    publish_run(run, arguments.name, folder)
-    if arguments.upload:
-        with loading(f"the hub: uploading {folder}"):
-            print(upload(folder, arguments.name, private=arguments.private))
-    else:
-        print(f"{folder}: weights, tokenizer, model card, and the model's code")
-        say_next(["less", folder / "README.md"], ["hf", "upload", arguments.name, folder])
 
 
 def open_engine(

@@ -21,11 +21,12 @@ from multilin.cli.compare import compare
 from multilin.cli.demo import demo
 from multilin.cli.evaluate import evaluate, quantize
 from multilin.cli.explain import explain
-from multilin.cli.export import export, publish
+from multilin.cli.export import export
 from multilin.cli.inference import convert, generate, merge, rollout
 from multilin.cli.info import doctor, info
 from multilin.cli.messages import is_main_process, plain_warnings
 from multilin.cli.plan import plan
+from multilin.cli.publish import publish
 from multilin.cli.serve import serve
 from multilin.cli.text import prepare, tokenizer_show, tokenizer_train
 from multilin.cli.train import train

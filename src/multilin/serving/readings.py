@@ -8,12 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilin.errors import InputError, plural
+from multilin.serving.errors import too_busy
 from multilin.serving.turns import Turn
 
 if TYPE_CHECKING:
     from multilin.runs.load import Run
 
 MOST_TOKENS = 512  # of a text, its last ones; the pairs of tokens grow with the square
+MOST_WAITING = 8  # requests, each of which holds a thread of the server
 DIGITS = 4
 Json = dict[str, Any]
 
@@ -32,20 +34,26 @@ class Readings:
         self._load = load
         self._run: Run | None = None
         self._last: tuple[Json, list[NDArray[np.float32]]] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(MOST_WAITING)
 
     def get(self, turn: Turn, step: int) -> Json:
         """Wait for the weights of a step of the model in which positions are mixed; step 0 is the mean of several.
 
         Raises:
+            ApiError: too many requests wait.
             InputError: a model that has no weights to show, or no such step.
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
-        with self._lock:
-            if self._last is None or self._last[0]["turn"] != turn.id:
-                self._last = self._explain(turn)
-            about, weights = self._last
+        if not self._places.acquire(blocking=False):
+            raise too_busy()
+        try:
+            with self._lock:
+                if self._last is None or self._last[0]["turn"] != turn.id:
+                    self._last = self._explain(turn)
+                about, weights = self._last
+        finally:
+            self._places.release()
         if step >= len(weights):
             raise InputError(f"step: {step} given, but this model has {plural(len(weights), 'step')}, from 0 on")
         rows = [

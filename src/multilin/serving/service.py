@@ -16,11 +16,13 @@ from multilin.inference.generate import check_settings, count_new_tokens
 from multilin.inference.state_file import pack_state, unpack_state
 from multilin.inference.text import TextCodec
 from multilin.serving.errors import NOT_FOUND, ApiError
-from multilin.serving.generation import Ask, Generation, Metrics, Prompt
+from multilin.serving.folder import Folder, new_id
+from multilin.serving.generation import Ask, Generation, Prompt
 from multilin.serving.jobs import End, Job
 from multilin.serving.layout import Messages, open_layout
+from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
-from multilin.serving.sessions import Folder, Session, SessionStore, new_id
+from multilin.serving.sessions import Session, SessionStore
 from multilin.serving.settings import ServeLimits, num_bytes
 from multilin.serving.turns import Turn, TurnStore
 

@@ -1,93 +1,16 @@
-"""Sessions, which are lists of turns, each of which continues the one before; and the files that a server keeps."""
+"""Sessions: lists of turns, each of which continues the one before."""
 
-import contextlib
 import dataclasses
 import json
-import re
-import secrets
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 
-from multilin.data.store import Store, insist
-from multilin.errors import as_input_error, shown
+from multilin.serving.folder import Folder, is_id, new_id
 
 NOBODY = "0" * 16  # owner of all turns where there are no keys
 MOST_IN_MEMORY = 10_000  # sessions
-
-
-def new_id(kind: str) -> str:
-    """An id that cannot be guessed: turn_ or session_ and 128 random bits."""
-    return f"{kind}_{secrets.token_urlsafe(16)}"
-
-
-def is_id(kind: str, text: str) -> bool:
-    """True if a text has the form of `new_id(kind)`."""
-    return re.fullmatch(rf"{kind}_[A-Za-z0-9_-]{{22}}", text) is not None
-
-
-class Folder(Store):
-    """Files by name, each complete or absent.
-
-    A name begins with a kind and random characters, as in turn_4fK.... The files of a kind are spread over subfolders
-    by the first two of these characters, so that each subfolder stays small.
-
-    Args:
-        address: see `Store`; None keeps the files in memory, where they end with the process.
-
-    Raises:
-        InputError: an address that cannot be opened, or a folder that cannot be written.
-    """
-
-    def __init__(self, address: str | None = None) -> None:
-        super().__init__("--sessions", address or f"memory://{secrets.token_hex(8)}")
-        if self.local is not None:
-            self.check_writable()
-        with as_input_error(lambda reason: f"{self.field}: {shown(self.address)} cannot be opened ({reason})"):
-            self._files.makedirs(self._root, exist_ok=True)
-        self._made = set[str]()
-
-    def sizes(self, prefix: str) -> dict[str, int]:
-        """The bytes of each file whose name begins with `prefix`, which begins with a kind as in `turn_`."""
-        self._files.invalidate_cache()
-        try:
-            entries = insist(partial(self._files.find, f"{self._root}/{_subfolder(prefix)}", detail=True))
-        except FileNotFoundError:
-            return {}
-        sizes = {path.rpartition("/")[2]: int(entry["size"] or 0) for path, entry in entries.items()}
-        return {name: size for name, size in sizes.items() if name.startswith(prefix)}
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None where there is none."""
-        return super().read(f"{_subfolder(name)}/{name}")
-
-    def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file."""
-        folder = _subfolder(name)
-        if folder not in self._made:
-            self._files.makedirs(f"{self._root}/{folder}", exist_ok=True)
-            self._made.add(folder)
-        super().write(f"{folder}/{name}", content)
-
-    def remove_unfinished(self, seconds: float) -> None:
-        """Delete the hidden files that servers were writing when they were killed, more than so many seconds ago."""
-        for path in () if self.local is None else self.local.rglob(".*.partial"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - seconds:
-                    path.unlink()
-
-    def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            insist(partial(self._files.rm_file, f"{self._root}/{_subfolder(name)}/{name}"))
-
-
-def _subfolder(prefix: str) -> str:
-    """The folder of all files whose names begin with `prefix`."""
-    kind, _, characters = prefix.partition("_")
-    return f"{kind}/{characters[:2]}" if len(characters) > 1 else kind
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from multilin.errors import InputError
-from multilin.serving.sessions import Folder, is_id
+from multilin.serving.folder import Folder, is_id
 
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from multilin.serving.api import page
 from multilin.serving.api.streams import error_response
 from multilin.serving.errors import ApiError, as_api_error
-from multilin.serving.generation import Metrics
+from multilin.serving.metrics import Metrics
 from multilin.serving.sessions import NOBODY
 
 BODY_SECONDS = 30.0  # for a body to arrive

@@ -42,8 +42,8 @@ output: runs/books
   architecture, `--model.options.num_heads 8`. Lists and sections have the syntax of YAML,
   `--optimizer.betas '[0.9, 0.98]'`.
 - **Another choice**: what a recipe gives for one architecture, optimizer, schedule or tokenizer is dropped where a flag
-  names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate. A warning names
-  the fields that are dropped. Fields of one file that contradict each other are refused.
+  names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate. A warning
+  names the fields that are dropped. Fields of one file that contradict each other are refused.
 - **Syntax**: of YAML the plain part is read, up to 1 MB: numbers, texts, true, false, null, lists and sections. `1e-3`
   is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused.
 - **Empty sections**, such as `optimizer:` with all its lines commented out, have their defaults; in a row of a sweep

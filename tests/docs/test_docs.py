@@ -9,7 +9,12 @@ from multilin.training.recipe import builtin_recipes
 from tests.docs.generator import generate
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("results/*.md")),
+]
 
 
 def test_generated_pages_follow_the_code() -> None:

@@ -52,8 +52,8 @@ TABLE = (
     Size(12e6, 192, 4, 8192), Size(22e6, 256, 4, 8192), Size(32e6, 256, 6, 8192), Size(8e7, 320, 6, 8192),
     Size(1.6e8, 384, 8, 8192), Size(2.4e8, 512, 8, 8192), Size(5e8, 640, 8, 8192),
 )  # fmt: skip
-"""The smallest first. From the runs behind docs/minutes.md; those of 6 and 8 layers are extrapolated."""
-ARCHITECTURE = "tscale"  # that of the lowest bits per byte in docs/compare.md
+"""The smallest first. From the runs in results/minutes.md; those of 6 and 8 layers are extrapolated."""
+ARCHITECTURE = "tscale"  # that of the lowest bits per byte in results/compare.md
 VOCABULARIES = 512, 1024, 2048, 4096, 8192
 ENTRIES = 3.0  # times the square root of the bytes of a text: the largest vocabulary that it can fill well
 MOST_PASSES = 5

@@ -15,7 +15,7 @@ import triton.language as tl
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
 
-# Not 8 warps for 16 numbers of a value: on an H200, that reads outside its memory (see docs/gpu.md).
+# Not 8 warps for 16 numbers of a value: on an H200, that reads outside its memory (see results/gpu.md).
 WAYS: list[tuple[dict[str, int], int, int]] = [
     ({"BE": 32}, 4, 1), ({"BE": 64}, 4, 1), ({"BE": 16}, 4, 3), ({"BE": 16}, 2, 3),
 ]  # fmt: skip

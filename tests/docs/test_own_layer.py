@@ -1,4 +1,4 @@
-"""The example of docs/add-an-architecture.md is an architecture: it keeps the contract."""
+"""The example of docs/own-layer.md is an architecture: it keeps the contract."""
 
 import dataclasses
 import importlib.metadata
@@ -40,7 +40,7 @@ from tests.contract.test_training import (  # noqa: F401
 )
 from tests.docs.generator import generate
 
-PAGE = Path(__file__).parents[2] / "docs" / "add-an-architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own-layer.md"
 NAME = "gated_mean"
 
 

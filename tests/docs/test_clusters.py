@@ -1,4 +1,4 @@
-"""The files in docs/clusters.md parse, their flags exist, and the arithmetic of its tables is that of the code."""
+"""The files in docs/clusters.md parse, and their flags exist."""
 
 import re
 import shlex

@@ -19,7 +19,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(text: str, *, page: Any, **_: Any) -> str:
-    """Adds docstrings to the API pages, and adapts links between docs/ and results/, which lies in docs/ on the site."""
+    """Adds docstrings to the API pages, and adapts links to results/, which lies in docs/ on the site."""
     if page.file.src_uri.startswith("api/"):
         blocks = [f"::: {name}" for name in API_NAME.findall(text)]
         return "\n\n".join([API_NAME.sub(r"| [`\1`][\1]", text), *blocks])

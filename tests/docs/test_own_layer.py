@@ -42,7 +42,9 @@ from tests.docs.generator import generate
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-layer.md"
 SHORT, NAME = "running_mean", "gated_mean"
-FILES = dict(zip((SHORT, NAME), re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)))
+FILES = dict(
+    zip((SHORT, NAME), re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), strict=True)
+)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, 
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
 README_TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
 TABLE = re.compile(r"(<!-- table: (.+) -->\n\n)(?:\|.*\n)*")
+FIELDS = "| field | type | default | meaning |", "|---|---|---|---|"
 API_ROW = re.compile(r"^\| `(multilin\.[\w.]+)` \|.*$", re.MULTILINE)
 
 
@@ -123,7 +124,7 @@ def architecture_page(architecture: Architecture) -> str:
             "## Options of a layer\n",
             "For an entry of `layers` in `config.json`. Layers of several architectures make a "
             "[hybrid](../hybrids.md).\n",
-            _fields(architecture.options),
+            _layer_fields(architecture),
             f"## Source\n\n{architecture.source}.\n",
         ]
     )
@@ -170,14 +171,28 @@ def _opening_comment(path: Path) -> str:
     return " ".join(line[2:].strip() for line in lines if not line.startswith("#   "))
 
 
+def _layer_fields(architecture: Architecture) -> str:
+    """The options of a layer, as what they have in common with those of a model and a table of the others."""
+    of_model, of_layer = _field_rows(architecture.preset_options), _field_rows(architecture.options)
+    missing = ", ".join(f"`{name}`" for name in of_model if name not in of_layer)
+    own = [row for name, row in of_layer.items() if row != of_model.get(name)]
+    sentence = f"The options of a model{f', without {missing}' * bool(missing)}{', and:' if own else '.'}\n"
+    return sentence + ("\n" + "\n".join([*FIELDS, *own]) + "\n" if own else "")
+
+
 def _fields(cls: type) -> str:
-    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*FIELDS, *_field_rows(cls).values()]) + "\n"
+
+
+def _field_rows(cls: type) -> dict[str, str]:
+    """The row of a table for each field."""
+    rows = {}
     for field in dataclasses.fields(cls):
         hint = typing.get_type_hints(cls, include_extras=True)[field.name]
         kind = _type_name(hint).replace("|", "\\|")
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-        rows.append(f"| `{field.name}` | {kind} | `{_value(default)}` | {field_help(cls)[field.name]} |")
-    return "\n".join(rows) + "\n"
+        rows[field.name] = _row([f"`{field.name}`", kind, f"`{_value(default)}`", field_help(cls)[field.name]])
+    return rows
 
 
 def _value(value: Any) -> str:

@@ -27,11 +27,10 @@ from multilin.settings import field_help
 from multilin.training.recipe import Recipe, builtin_recipes
 
 DOCS = Path(__file__).parent
-README, SITE = DOCS.parent / "README.md", DOCS.parent / "mkdocs.yml"
+SITE = DOCS.parent / "mkdocs.yml"
 EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 256, "n_positions": 1024}
 SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32"
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
-README_TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
 TABLE = re.compile(r"(<!-- table: (.+) -->\n\n)(?:\|.*\n)*")
 FIELDS = "| field | type | default | meaning |", "|---|---|---|---|"
 API_ROW = re.compile(r"^\| `(multilin\.[\w.]+)` \|.*$", re.MULTILINE)
@@ -47,20 +46,16 @@ def pages() -> dict[Path, str]:
     for path in sorted((DOCS / "api").glob("*.md")):
         written[path] = API_ROW.sub(lambda row: _api_row(row[1]), path.read_text(encoding="utf-8"))
     written[DOCS / "tutorial.md"] = _tutorial()
-    written[README] = _readme()
     written[SITE] = _site()
     return written
 
 
-def architecture_table(link: str = "{name}.md", *, has_sizes: bool = True) -> str:
-    """The registered architectures as a Markdown table; `link` says where the page of one is."""
-    columns = ["architecture", "what it is", *(["state", "longest text"] if has_sizes else []), "source"]
-    rows = [_row(columns), "|---" * len(columns) + "|"]
+def architecture_table() -> str:
+    """The registered architectures as a Markdown table."""
+    rows = ["| architecture | what it is | state | longest text | source |", "|---|---|---|---|---|"]
     for name, found in architectures().items():
-        sizes = [_size(_state_bytes(name)[1]), _longest_text(name)] if has_sizes else []
-        rows.append(
-            _row([f"[{found.title}]({link.format(name=name)}) (`{name}`)", _summary(found), *sizes, found.source])
-        )
+        title = f"[{found.title}]({name}.md) (`{name}`)"
+        rows.append(_row([title, _summary(found), _size(_state_bytes(name)[1]), _longest_text(name), found.source]))
     return "\n".join(rows) + "\n"
 
 
@@ -87,12 +82,6 @@ def _table(name: str) -> str:
         rows = [_row([f"`{recipe}`", _opening_comment(path)]) for recipe, path in builtin_recipes().items()]
         return "\n".join(["| recipe | what it is |", "|---|---|", *rows]) + "\n"
     return _fields(typing.get_type_hints(Recipe)[name])
-
-
-def _readme() -> str:
-    before, first, rest = README.read_text(encoding="utf-8").partition(README_TABLE[0])
-    _, last, after = rest.partition(README_TABLE[1])
-    return before + first + architecture_table("docs/architectures/{name}.md", has_sizes=False) + last + after
 
 
 def _site() -> str:

@@ -92,7 +92,7 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
 
 
 def _without_space_before(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer without the space that it adds before a text; unchanged if this space represents another one."""
+    """The tokenizer without the space it adds before a text; unchanged if that space represents one of the text."""
     content = json.loads(tokenizer.to_str())
     parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
     if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):

@@ -125,7 +125,7 @@ def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors
 def _rows(
     rows: "IterableDataset", source: str, kind: str, text_field: str, encoding_errors: EncodingErrors
 ) -> Iterator[Document]:
-    """The documents of a hub dataset's split, or of one of its shards, as `kind` says."""
+    """The documents of a hub dataset's split, or of one of its shards; `kind` names it in messages."""
     with hub_errors(source):
         for number, row in enumerate(rows, start=1):
             yield row_document(

@@ -382,6 +382,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    """What tokenizer.json holds; config.json is not read, since the class of its model may be anyone's code."""
+    """The tokenizer in tokenizer.json; config.json is not read, since the class of its model may be anyone's code."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         return PreTrainedTokenizerFast.from_pretrained(path_or_name)

@@ -62,12 +62,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Values:
 
 
 def merge(values: Values, other: Mapping[str, Any]) -> Values:
-    """Nested values overridden by others, without the fields that `without_replaced` drops."""
+    """Nested values overridden by `other`, without the fields that `without_replaced` drops."""
     return overlay(without_replaced(values, other), other)
 
 
 def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Values:
-    """A copy of nested values without the fields that depend on a choice which other values change.
+    """A copy of nested values without the fields that depend on a choice which `other` changes.
 
     Args:
         values: nested values. With an architecture, given or by default, they count as a complete recipe, in which a
@@ -98,7 +98,7 @@ def without(values: Values, names: Iterable[str]) -> Values:
 
 
 def overlay(values: Any, other: Mapping[str, Any]) -> Values:
-    """Nested values overridden by others."""
+    """Nested values overridden by `other`."""
     below = values if isinstance(values, Mapping) else {}
     inner = {name: overlay(below.get(name), v) if isinstance(v, Mapping) else v for name, v in other.items()}
     return {**below, **inner}

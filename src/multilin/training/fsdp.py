@@ -36,7 +36,7 @@ def check_shard(plan: TrainingRecipe) -> None:
     """Refuse settings that do not work with a sharded model.
 
     Raises:
-        InputError: the first such setting.
+        InputError: names the first such setting.
     """
     whole = TrainingRecipe()
     for name in ("communication", "lora", "compile"):

@@ -23,7 +23,7 @@ class TrainingProgress:
         """A description of the validation text."""
 
     def start(self, step: int, max_steps: int | None) -> None:
-        """Training begins, after `step` of `max_steps` steps; None for a run that ends by the clock."""
+        """Training begins, after `step` of `max_steps` steps; `max_steps` is None for a run with a time limit."""
 
     def step(self, step: int, share: float) -> None:
         """A step is done, and this share of the run, from 0 to 1."""

@@ -107,7 +107,7 @@ def _start_sections(recipe: Recipe, given: Values) -> Values:
     """The given fields of the sections `model` and `tokenizer`, with the recipe's values, which are checked and
     converted.
 
-    For example, a number may be given as a text, such as '8'.
+    For example, a number may be given as the text '8'.
     """
     return {
         name: {field: getattr(getattr(recipe, name), field) for field in given[name]}

@@ -39,7 +39,7 @@ from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe, load_recipe, save_recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*documents packed into one block")
+pytestmark = pytest.mark.filterwarnings("ignore:.*reads across document borders")
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "saw", "big", "green", "house")
 BASE = {

@@ -48,7 +48,7 @@ def test_verbs_that_read_a_source_name_once_what_they_pass_over(
     ):
         monkeypatch.setattr("multilin.errors._warned", set())
         assert main(command.split()) == 0
-        assert capsys.readouterr().err.count("'texts': passed over 1 file of other kinds: .pdf (1)\n") == 1
+        assert capsys.readouterr().err.count("'texts': skipped 1 file of other kinds: .pdf (1)\n") == 1
 
 
 def test_a_refused_tokenizer_leaves_nothing(refusal: Call, text_file: Path, tmp_path: Path) -> None:

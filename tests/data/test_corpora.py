@@ -68,7 +68,7 @@ def test_a_folder_is_read_with_its_subfolders_in_order_without_hidden_and_other_
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if "empty" in name else name)
     (tmp_path / "gone").symlink_to("nowhere")
-    kinds = r"passed over 5 files of other kinds: \.pdf \(2\), without a suffix \(1\), \.log \(1\), broken links \(1\)$"
+    kinds = r"skipped 5 files of other kinds: \.pdf \(2\), without a suffix \(1\), \.log \(1\), broken links \(1\)$"
     with pytest.warns(UserWarning, match=kinds):
         first = read(tmp_path)
     assert first == read(tmp_path) == [Document("a/z.txt", "a/z.txt"), Document("b.txt", "b.txt")]  # warned once
@@ -269,7 +269,7 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, name: str, conten
         ("missing.txt", "'missing.txt' does not exist: give a file, a folder, a glob, a hub dataset"),
         ("here/mistyped", "'here/mistyped' does not exist"),
         ("here/*.txt", "'here/.*' matches no file"),
-        ("here/**.txt", r"'here/.*' given, but \*\* should be a folder of its own"),
+        ("here/**.txt", r"'here/.*' given, but \*\* should be a whole folder name"),
         ("./mistyped", "'./mistyped' does not exist"),
         (
             "here",

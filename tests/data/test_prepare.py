@@ -52,7 +52,7 @@ def test_whole_documents_are_set_aside_and_none_is_lost(corpus: Path, tmp_path: 
     assert train == [text for text in everything if text in train]
 
 
-@pytest.mark.filterwarnings("ignore:.* are also among those to train on")
+@pytest.mark.filterwarnings("ignore:.* are also in the training text")
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_validation_text_is_halved_by_document_whatever_the_tokenizer(corpus: Path, tmp_path: Path, kind: str) -> None:
     """Every second document, without preparing anything anew."""
@@ -131,7 +131,7 @@ def test_text_to_validate_on_that_is_trained_on_is_reported(corpus: Path, tmp_pa
     held_out = corpus / "held out"
     held_out.mkdir()
     (corpus / "03.txt").rename(held_out / "03.txt")
-    with pytest.warns(UserWarning, match=r"data\.validation: 1 document of 1 from .* are also among those to train on"):
+    with pytest.warns(UserWarning, match=r"data\.validation: 1 document of 1 from .* are also in the training text"):
         prepare(corpus, tmp_path / "cache", validation=str(held_out))
 
 

@@ -243,7 +243,7 @@ def test_a_worker_that_is_killed_ends_the_work_in_one_sentence(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding, "_pack", _die)
-    with pytest.raises(ChildProcessError, match="--workers: one of 2 processes was ended from outside"):
+    with pytest.raises(ChildProcessError, match="--workers: one of 2 processes was killed"):
         prepare_shards(plan(rows, tmp_path / "out"), workers=2)
     monkeypatch.undo()
     monkeypatch.setattr(corpora, "PART_BYTES", 4000)
@@ -372,17 +372,17 @@ def test_a_file_that_arrives_damaged_is_refused(rows: Path) -> None:
     content[7] ^= 1
     fsspec.filesystem("memory").pipe_file(name, bytes(content))
     blocks = open_prepared("data.source", "memory://text").train.blocks(16)
-    with pytest.raises(InputError, match="is damaged: its checksum is not the manifest's"):
+    with pytest.raises(InputError, match="is damaged: its checksum differs from the manifest's"):
         blocks[0]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (MANIFEST, "is damaged: its checksum is not that of its content"),
-        ("train/00001-000/tokens.bin", "is damaged: its checksum is not the manifest's"),
-        ("validation/index.safetensors", "is damaged: its checksum is not the manifest's"),
-        ("tokenizer/tokenizer.json", "is damaged: its checksum is not the manifest's"),
+        (MANIFEST, "is damaged: its checksum does not match its content"),
+        ("train/00001-000/tokens.bin", "is damaged: its checksum differs from the manifest's"),
+        ("validation/index.safetensors", "is damaged: its checksum differs from the manifest's"),
+        ("tokenizer/tokenizer.json", "is damaged: its checksum differs from the manifest's"),
     ],
 )
 def test_damage_is_found_before_training(rows: Path, tmp_path: Path, name: str, message: str) -> None:
@@ -408,7 +408,7 @@ def test_damage_behind_a_link_is_found_after_the_first_check(rows: Path, tmp_pat
     open_prepared("data.source", str(out))
     path = out / "train" / "00001-000" / "tokens.bin"
     path.write_bytes(bytes(len(path.read_bytes())))
-    with pytest.raises(InputError, match="is damaged: its checksum is not the manifest's"):
+    with pytest.raises(InputError, match="is damaged: its checksum differs from the manifest's"):
         open_prepared("data.source", str(out))
 
 
@@ -440,7 +440,7 @@ def test_two_preparations_in_one_folder_are_refused(rows: Path, tmp_path: Path) 
     with rows.open("a") as stream:
         stream.write('{"text": "one more"}\n')
     with pytest.raises(
-        InputError, match="text files of other sizes or times, and they may hold another text; name a new folder"
+        InputError, match="text files of other sizes or times, so their text may have changed; name a new folder"
     ):
         prepare_shards(plan(rows, out))
     (tmp_path / "mine").mkdir()

@@ -167,7 +167,7 @@ assert AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).lm_head.bias.shap
     run([*PYTHON, "-c", program])
 
 
-@pytest.mark.filterwarnings("ignore:.*does not take document_ids")
+@pytest.mark.filterwarnings("ignore:.*reads across document borders")
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_run_begins_at_the_counts_of_its_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

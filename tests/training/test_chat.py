@@ -227,7 +227,7 @@ def test_texts_to_validate_conversations_on_are_refused(chats: Path, tmp_path: P
     [
         ("{{ raise_exception('only questions') }}", r"template fails \(TemplateError: only questions\)"),
         ("{{ messages[", r"template fails"),
-        ("{{ messages | length }}{{ messages[-1]['content'] }}", r"writes earlier messages anew"),
+        ("{{ messages | length }}{{ messages[-1]['content'] }}", r"changes earlier messages"),
         ("{% if false %}{% endif %}", r"writes nothing for answers"),
         ("{{ messages[0]['content'] }}", r"writes nothing for answers"),
     ],

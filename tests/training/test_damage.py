@@ -66,7 +66,7 @@ def test_any_damaged_file_leads_to_the_checkpoint_before(run: tuple[RunFolder, R
         DAMAGES[kind](path)
         # A bit in the list of checksums may change the name of any file.
         named = r"\S+" if path.name == CHECKSUMS else re.escape(path.name)
-        with pytest.warns(UserWarning, match=rf"checkpoint-12: {named} is .*; the run goes on from checkpoint-8"):
+        with pytest.warns(UserWarning, match=rf"checkpoint-12: {named} is .*; the run resumes from checkpoint-8"):
             assert folder.check(recipe, resume=True, overwrite=False) == folder.checkpoints / "checkpoint-8"
         names.append(path.name)
     assert {"model.safetensors", "optimizer.safetensors", "progress.json", "run.json", "checksums.json"} <= set(names)
@@ -78,7 +78,7 @@ def test_without_a_whole_checkpoint_one_sentence_says_so(run: tuple[RunFolder, R
     DAMAGES[kind](folder.checkpoints / "checkpoint-8" / "model.safetensors")
     DAMAGES[kind](folder.checkpoints / "checkpoint-12" / "progress.json")
     before = sorted(folder.path.rglob("*"))
-    sentence = r"no whole checkpoint .*checkpoint-12: progress.json .*checkpoint-8: model.safetensors .*--overwrite"
+    sentence = r"no undamaged checkpoint .*checkpoint-12: progress.json .*checkpoint-8: model.safetensors .*--overwrite"
     with pytest.raises(InputError, match=sentence) as refusal:
         train(recipe, resume=True)
     assert "\n" not in str(refusal.value)
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_later_steps_does_not_outlive_the_one_it_was_replaced_by
     folder, _ = run
     DAMAGES["cut"](folder.checkpoints / "checkpoint-12" / "run.json")
     recipe = tiny(folder.path, **{"training.save_every_steps": 1, "training.keep_checkpoints": 3})
-    with pytest.warns(UserWarning, match="goes on from checkpoint-8"):
+    with pytest.warns(UserWarning, match="resumes from checkpoint-8"):
         train(recipe, resume=True)
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
         "checkpoint-10",

@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spoils_nothing(
     recipe = tiny(tmp_path / "run")
     at_step(6, spoil)
     blocks = r"in the batch of blocks \d+, \d+, \d+, \d+ of the training text"
-    sentence = rf"the {what}, {blocks}; the checkpoint of step 4 stands"
+    sentence = rf"the {what}, {blocks}; the checkpoint of step 4 is kept"
     with pytest.raises(TrainingFailed, match=sentence):
         train(recipe)
     assert metrics(tmp_path / "run")[-1]["step"] == 5
@@ -132,7 +132,7 @@ KINDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama does not take")
+@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama reads across")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("spoil", "direction"), [(make_nan, "forward"), (NanGradient.apply, "backward")])
 def test_a_run_names_the_layer_in_all_kinds_of_training(
@@ -175,7 +175,7 @@ def test_a_step_that_is_not_finite_can_be_left_out(
     options = {"optimizer.name": optimizer, "optimizer.nonfinite": "skip", "training.global_batch_size": 2}
     recipe = tiny(tmp_path / "run", **options, **{"training.max_steps": 6, "training.log_every_steps": 1})
     at_step(6, spoil_once)
-    with pytest.warns(UserWarning, match=r"of step 6 is not finite, in the batch of blocks .* are left out"):
+    with pytest.warns(UserWarning, match=r"of step 6 is not finite, in the batch of blocks .* such steps are skipped"):
         result = train(recipe)
     for name, weight in result.model.state_dict().items():
         assert torch.equal(weight, weights[0][name])
@@ -244,7 +244,7 @@ def test_a_validation_loss_that_is_not_finite_fails_the_run(
 ) -> None:
     figures = {"validation_loss": math.nan, "validation_bits_per_byte": math.inf}
     monkeypatch.setattr("multilin.training.loop._validate", lambda run: figures)
-    with pytest.raises(TrainingFailed, match=r"after the last step is not finite; the checkpoint of step 12 stands"):
+    with pytest.raises(TrainingFailed, match=r"after the last step is not finite; the checkpoint of step 12 is kept"):
         train(tiny(tmp_path / "run"))
     assert not (tmp_path / "run/model.safetensors").exists()
     for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
@@ -272,7 +272,7 @@ def test_a_run_that_is_stopped_before_any_update_says_that_there_is_no_checkpoin
     with (
         pytest.warns(UserWarning, match="is not finite"),
         pytest.raises(
-            TrainingInterrupted, match=r"as every step was left out; `multilin train '.*my run' --resume` begins anew"
+            TrainingInterrupted, match=r"as every step was skipped; `multilin train '.*my run' --resume` starts again"
         ),
     ):
         train(tiny(tmp_path / "my run", **{"optimizer.nonfinite": "skip"}))
@@ -291,7 +291,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     recipe = tiny(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_file", fill_up)
-        sentence = r"checkpoint of step 8 could not be written to .*No space left.*; the checkpoint of step 4 stands"
+        sentence = r"checkpoint of step 8 could not be written to .*No space left.*; the checkpoint of step 4 is kept"
         with pytest.raises(TrainingFailed, match=sentence):
             train(recipe)
     assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
@@ -319,7 +319,7 @@ def test_a_checkpoint_in_the_background_is_complete_when_a_run_fails(
 
     at_step(5, fail)
     monkeypatch.setattr(Saver, "write_checkpoint", write_late)
-    with pytest.raises(TrainingFailed, match="a device was lost; the checkpoint of step 4 stands"):
+    with pytest.raises(TrainingFailed, match="a device was lost; the checkpoint of step 4 is kept"):
         train(tiny(tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run.checkpoints").iterdir()] == ["checkpoint-4"]
 

@@ -82,7 +82,7 @@ def test_models_of_transformers_refuse_it_before_any_work(tiny: Tiny, tmp_path: 
     assert not (tmp_path / "gpt2").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*documents packed into one block:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*reads across document borders:UserWarning")
 def test_every_model_of_ours_trains_in_int8(tiny: Tiny, tmp_path: Path) -> None:
     ours = [name for name in model_names() if name not in ("gpt2", "llama")]
     assert len(ours) >= 5

@@ -114,7 +114,7 @@ def test_processes_that_do_not_meet_are_one_sentence(
     with socket.create_server(("localhost", 0)) as taken:
         for name, value in (LAUNCHED | {"RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match="MASTER_ADDR: the processes do not find each other"):
+        with pytest.raises(InputError, match="MASTER_ADDR: the processes cannot reach each other"):
             train(tiny(tmp_path / "run"))
     assert not list(tmp_path.iterdir())
 

@@ -85,7 +85,7 @@ def test_models_of_transformers_are_trained_on(kind: str, tune: Tiny, words: Pat
     }[kind]  # fmt: skip
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     load_tokenizer(str(words)).save_pretrained(tmp_path / "model")
-    with pytest.warns(UserWarning, match="documents packed into one block see each other"):
+    with pytest.warns(UserWarning, match="reads across document borders inside a block"):
         result = train(tune(tmp_path / "model", tmp_path / "run", **{"training.max_steps": 2}))
     recipe = load_recipe(result.output)
     assert (recipe.model.architecture, recipe.model.hidden_size, recipe.model.n_positions) == (kind, 16, 32)
@@ -223,7 +223,7 @@ def test_a_tuned_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     newest = RunFolder(tmp_path / "tuned").last_checkpoint()
     assert newest is not None
     (newest / "config.json").write_text("{")
-    with pytest.warns(UserWarning, match=r"config\.json is .*; the run goes on from checkpoint-4"):
+    with pytest.warns(UserWarning, match=r"config\.json is .*; the run resumes from checkpoint-4"):
         result = train(recipe, resume=True)
     assert_same_run(result.output, whole.output)
 

@@ -154,13 +154,13 @@ def test_every_block_is_read_once_in_a_pass(
 
 def test_time_that_is_gone_before_the_first_step_is_reported(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     clock.now = 29.0
-    with pytest.raises(TrainingFailed, match=r"training\.minutes: 0\.5 given, but 29 s were gone before the first"):
+    with pytest.raises(TrainingFailed, match=r"training\.minutes: 0\.5 given, but 29 s had passed before the first"):
         train(timed(tiny(tmp_path / "run"), 0.5), before_step=clock.pass_step, began=0.0)
 
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     clock.seconds = lambda step: 20.0
-    with pytest.warns(UserWarning, match=r"training\.minutes: 1 were enough for 2 steps only, .* rises for 2 \("):
+    with pytest.warns(UserWarning, match=r"training\.minutes: 1 were enough for 2 steps only, .* rises for 2 steps \("):
         train(timed(tiny(tmp_path / "run"), 1), before_step=clock.pass_step, began=0.0)
 
 

@@ -144,7 +144,7 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
 
 def test_the_card_names_the_tokenizer(result: RunResult, tmp_path: Path) -> None:
     """A task, as prepared text, comes with its own, whatever the recipe trained for another text."""
-    for changes, name in (({}, "byte"), ({"data.source": "task:mqar"}, "that of the text")):
+    for changes, name in (({}, "byte"), ({"data.source": "task:mqar"}, "the text's own")):
         write_card(resolve_recipe(load_recipe(result.output, changes)), result, tmp_path / "card.md")
         assert f"| Tokenizer | {name}, 258 entries |" in (tmp_path / "card.md").read_text()
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_a_run_of_its_own_and_the_run_folder_holds_none(result: 
 
 
 @pytest.mark.parametrize("architecture", model_names())
-@pytest.mark.filterwarnings("ignore:.*does not take document_ids")
+@pytest.mark.filterwarnings("ignore:.*reads across document borders")
 def test_every_architecture_and_baseline_trains_the_same_way(tiny: Tiny, tmp_path: Path, architecture: str) -> None:
     changes = {"model.architecture": architecture, "training.max_steps": 3, "training.label_smoothing": 0.1}
     result = train(tiny(tmp_path / "run", **changes, **{"model.options": {}}))
@@ -176,7 +176,7 @@ def test_every_architecture_and_baseline_trains_the_same_way(tiny: Tiny, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("architecture", architectures())
-@pytest.mark.filterwarnings("ignore:.*does not take document_ids")
+@pytest.mark.filterwarnings("ignore:.*reads across document borders")
 def test_every_optimizer_trains_every_architecture(
     tiny: Tiny, tmp_path: Path, architecture: str, optimizer: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_every_optimizer_trains_every_architecture(
 
 
 def test_documents_a_model_cannot_keep_apart_are_announced(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="gpt2 does not take document_ids: documents packed into one block"):
+    with pytest.warns(UserWarning, match="gpt2 reads across document borders inside a block"):
         train(tiny(tmp_path / "run", **{"model.architecture": "gpt2", "training.max_steps": 1}))
 
 

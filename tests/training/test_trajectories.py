@@ -77,7 +77,7 @@ def run(folder: Path, name: str) -> list[list[float]]:
     return course(folder)
 
 
-@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama does not take", "ignore:gpt2 does not take")
+@pytest.mark.filterwarnings("ignore:training.master", "ignore:llama reads across", "ignore:gpt2 reads across")
 @pytest.mark.parametrize(
     "name", [*ONE_PROCESS, *(pytest.param(name, marks=pytest.mark.slow) for name in TWO_PROCESSES)]
 )

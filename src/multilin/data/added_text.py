@@ -1,4 +1,4 @@
-"""Text as tokens, with the tokenizers library alone, which is imported quickly."""
+"""Encodes text as tokens, with the tokenizers library alone, which is imported quickly."""
 
 import json
 import secrets
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 
 def plain_tokenizer(content: str) -> Tokenizer:
-    """A tokenizer from its JSON, without truncation and padding; names of special tokens are read as text."""
+    """A tokenizer from its JSON, without truncation and padding; special tokens spelled in a text are read as text."""
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -18,17 +18,17 @@ def plain_tokenizer(content: str) -> Tokenizer:
 
 
 def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text on its own, without special tokens that are put around it."""
+    """Token ids of a text on its own, without the special tokens that a tokenizer may put around it."""
     # Unlike `Tokenizer.encode` this lets other threads run meanwhile.
     return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 class TextReader:
-    """Reads text as tokens. Text never becomes a control token, whatever it spells; only `names` do.
+    """Encodes text as tokens. Only `names` become control tokens, never a text that spells one.
 
     Attributes:
-        names: of each control token the name, which cannot be guessed, that is read as this token.
-        tokenizer: reads whole texts.
+        names: the text of each control token, to a name that cannot be guessed and is read as this token.
+        tokenizer: encodes whole texts.
 
     Args:
         tokenizer: without truncation and padding.
@@ -52,7 +52,7 @@ class TextReader:
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that follows other text, without the space that some tokenizers put before a text.
 
-        A control token begins a text again, so that the space comes after it, as in one piece.
+        After a control token a text begins again, with this space, as if all text were encoded in one piece.
         """
         place = min((start for name in self._special if (start := text.find(name)) >= 0), default=len(text))
         first, rest = text[:place], text[place:]
@@ -60,9 +60,9 @@ class TextReader:
 
 
 def _special_tokens_in_text(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens, if the model may take one for a piece of text although the tokenizer does not look for them.
+    """The special tokens, if the tokenizer's model may produce them from a text that spells them.
 
-    Unigram models do so, for example; BPE makes text of single characters, which no merge joins to a special token.
+    Unigram models may, for example; BPE begins with single characters, and no merge joins them to a special token.
     """
     model = tokenizer.model
     if isinstance(model, models.BPE) and not model.ignore_merges:
@@ -84,15 +84,15 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
         model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:  # those with a control token could no longer be read
+    if "merges" in model:  # merges with a control token have its old name
         model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint([*pair, "".join(pair)])]
-    renamed = plain_tokenizer(json.dumps(content | {"post_processor": None}))  # it adds tokens by their old names
+    renamed = plain_tokenizer(json.dumps(content | {"post_processor": None}))  # the post-processor has the old names
     renamed.encode_special_tokens = False
     return renamed
 
 
 def _without_space_before(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer without the space before a text; as it is where that space stands for one of the text."""
+    """The tokenizer without the space it adds before a text; unchanged if that space represents one of the text."""
     content = json.loads(tokenizer.to_str())
     parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
     if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):
@@ -113,6 +113,6 @@ def _without_prefix(part: Any) -> Any:
 
 
 def _drops_spaces(part: Any) -> bool:
-    """True for a pre-tokenizer, as JSON, that drops spaces: what is then put before each piece stands for them."""
+    """True if a pre-tokenizer, as JSON, drops spaces: a prefix of each piece then represents them."""
     kinds = [inner.get("type") for inner in (part or {}).get("pretokenizers", [])]
     return any(kind in ("WhitespaceSplit", "Whitespace", "BertPreTokenizer") for kind in kinds)

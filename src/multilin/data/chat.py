@@ -1,4 +1,4 @@
-"""Conversations: in rows of `messages` or of `prompt` and `completion`, and as tokens by a chat template."""
+"""Reads conversations from rows with `messages`, or `prompt` and `completion`, and encodes them by a chat template."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from multilin.errors import InputError, as_input_error, nearest, prefixed, shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MARK = "\ud800"  # half a character, which no text holds
+MARK = "\ud800"  # half a surrogate pair, which no text holds
 CHAT_FIELDS = ("messages", "prompt", "completion")
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
@@ -30,15 +30,15 @@ CHAT_TEMPLATE = (
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
     """The conversation in a row: its `messages`, or a user's `prompt` and the `completion`; None in any other row.
 
-    Where one of these or the content of a message is null, the conversation is empty.
+    If one of these, or the content of a message, is null, the conversation is empty.
 
     Args:
         row: the fields. `prompt` and `completion` are texts, or lists of messages.
         where: place of the row; error messages begin with it.
 
     Raises:
-        InputError: messages of another form, an unknown role, an empty message, no message by the assistant, or none
-            before it.
+        InputError: messages of another form, an unknown role, an empty message, no message by the assistant, or no
+            message before the assistant's.
     """
     if "messages" in row:
         given = row["messages"]
@@ -60,7 +60,7 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
             f"{where}: the conversation begins with the assistant; put a message by the user or the system before it"
         )
     if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{where}: no message by the assistant, which is what training learns to write")
+        raise InputError(f"{where}: no message by the assistant, but training learns from such messages")
     return messages
 
 
@@ -83,9 +83,9 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
 class ChatTemplate:
     """Turns messages into tokens by a chat template. Control tokens come from the template, never from a message.
 
-    Control tokens are the special tokens, and all others that the template writes around messages. Characters of
-    messages are marked while the template is rendered, by a `MARK` before them or by another half of a character in
-    their place, so that a control token which a message spells is read as text.
+    Control tokens are the special tokens, and all others that the template writes around messages. While the template
+    is rendered, characters of messages are marked, by a `MARK` before them or by another half surrogate in their place.
+    So a control token that a message spells is read as text.
 
     Attributes:
         special: the texts of special tokens.
@@ -93,7 +93,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: see `plain_tokenizer`.
-        render: the text of messages by the template; it ends with the head of an answer if the second argument is true.
+        render: renders messages as text; with a true second argument, the text ends with the head of an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, render: Callable[[Sequence[Message], bool], str]) -> None:
@@ -112,13 +112,13 @@ class ChatTemplate:
         self._originals = str.maketrans({MARK: "", **{mark: letter for letter, mark in self._substitutes.items()}})
 
     def _examples(self) -> tuple[str, str]:
-        """What the template writes, and the part of it that is around messages of others or after an answer."""
+        """What the template writes for examples, and the part of it around other messages or after an answer."""
         system, user, answer = (
             {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "\ue000"), strict=True)
         )
         written, frame = "", ""
         for messages in ([system, user, answer], [system, user], [user, answer], [user]):
-            with contextlib.suppress(InputError):  # it may refuse a role, or need another order
+            with contextlib.suppress(InputError):  # a template may refuse a role, or need another order
                 written += self._render(messages, True)
                 frame += self._render(messages, False).rpartition("\ue000")[2]
         return written, frame
@@ -127,13 +127,13 @@ class ChatTemplate:
         """The text of messages for `encode`, in which characters of their contents are marked.
 
         Args:
-            messages: their contents hold no half characters.
+            messages: their contents hold no half surrogate pairs.
             prompt: end with the head of an answer.
 
         Raises:
-            InputError: the template looks for a control token that a message spells, or see the argument `render`.
+            InputError: the template looks for a control token that a message spells, or `render` fails.
         """
-        # A template that tests or cuts contents may do something else where every character has a mark.
+        # A template that tests or cuts contents may write another text if every character has a mark.
         for mark in (self._mark_all, self._mark_spelled):
             marked = [
                 {name: text if name == "role" else mark(text, message["role"]) for name, text in message.items()}
@@ -142,7 +142,7 @@ class ChatTemplate:
             text = self._render(marked, prompt)
             if self.plain(text) == self._render(messages, prompt):
                 return text
-        raise InputError("messages: they spell a control token that the chat template looks for; write it otherwise")
+        raise InputError("messages: they spell a control token that the chat template looks for; write it differently")
 
     def plain(self, text: str) -> str:
         """A text from `render` without marks."""
@@ -151,7 +151,7 @@ class ChatTemplate:
     def _mark_all(self, text: str, role: str) -> str:
         if role != "assistant":
             return _marked(text)
-        # Tokens that the template writes in answers alone, such as <think>, the model itself writes there too.
+        # Tokens that the template writes only in answers, such as <think>, stay tokens: the model writes them too.
         parts = self._own.split(text)
         return "".join(part if number % 2 else _marked(part) for number, part in enumerate(parts))
 
@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def _any_of(texts: Iterable[str], before: str = "") -> re.Pattern[str]:
-    """An expression that finds any of some texts, the longest one that begins at a place; it is a group."""
+    """A regular expression, as a group, that finds any of these texts, and the longest one at each place."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile(f"{before}({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
@@ -190,7 +190,7 @@ def _marked(text: str) -> str:
 
 
 def cut_marked(text: str, length: int) -> tuple[str, str]:
-    """A text from `ChatTemplate.render` in two parts, of which the first has `length` characters besides marks."""
+    """Cut a text from `ChatTemplate.render` in two; the first part has `length` characters besides marks."""
     places = (place + 1 for place, character in enumerate(text) if character != MARK)
     place = next(itertools.islice(places, length - 1, None)) if length else 0
     return text[:place], text[place:]
@@ -200,7 +200,7 @@ class ConversationEncoder:
     """Turns conversations into tokens, by the chat template of a tokenizer.
 
     Args:
-        tokenizer: its template may write special tokens; without one, it is CHAT_TEMPLATE.
+        tokenizer: its chat template may write special tokens; without a template, CHAT_TEMPLATE is used.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -219,8 +219,8 @@ class ConversationEncoder:
     def encode(self, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.
 
-        An answer is the text that the template adds after the prompt for an answer, so that a model learns to go on
-        from exactly the text that it is given in use, and its tokens are those of text that is added there.
+        An answer is the text that the template adds after the prompt for an answer, encoded as text that follows it. So
+        a model learns to continue exactly the tokens that it is given in use.
 
         Raises:
             InputError: the template fails or has no place for answers, or a message spells a special token.
@@ -228,7 +228,7 @@ class ConversationEncoder:
         for message in messages:
             for token in self._template.special:
                 if token in message["content"]:
-                    raise InputError(f"{where}: a message spells the special token {token!r}; write it in another way")
+                    raise InputError(f"{where}: a message spells the special token {token!r}; write it differently")
         ids: list[int] = []
         is_answer: list[bool] = []
         with prefixed(f"{where}: ", "messages: "):
@@ -238,7 +238,7 @@ class ConversationEncoder:
                 is_answer += [answers] * len(part)
         if not any(is_answer):
             raise InputError(
-                f"{where}: the tokenizer's chat template writes nothing for answers; give a tokenizer with another one"
+                f"{where}: the tokenizer's chat template writes nothing for answers; give another tokenizer"
             )
         return ids, is_answer
 
@@ -250,8 +250,8 @@ class ConversationEncoder:
             before, after = self._render(messages[:number], True), self._render(messages[: number + 1], False)
             if not before.startswith(done) or not after.startswith(before):
                 raise InputError(
-                    "messages: the tokenizer's chat template writes earlier messages anew when an answer follows, so "
-                    "answers cannot be told apart; give a tokenizer with another one"
+                    "messages: the tokenizer's chat template changes earlier messages when an answer follows, so "
+                    "answers cannot be told apart; give a tokenizer with another template"
                 )
             for text, answers in ((before[len(done) :], False), (after[len(before) :], True)):
                 part, rest = cut_marked(rest, len(text))

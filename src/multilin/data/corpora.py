@@ -1,6 +1,6 @@
-"""Where text comes from: built-in corpora, files, folders, globs and hub datasets, read as a stream of documents.
+"""Reads text from built-in corpora, files, folders, globs and hub datasets, as a stream of documents.
 
-`cut_source` cuts a source into parts, which several processes read with `read_part`.
+`cut_source` cuts a source into parts, and several processes read the parts with `read_part`.
 """
 
 import glob
@@ -38,8 +38,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """The documents of a source in a fixed order, one at a time.
 
-    Documents without any text are left out. Rows with null in its place too, and files of other kinds are passed over,
-    with a warning that counts them. A file or folder to which several links lead is read once.
+    Documents without any text are left out. Rows whose text is null and files of other kinds are left out with a
+    warning that counts them. A file or folder to which several links lead is read once.
 
     Args:
         source: `python-docs` or `python-source`; a file, folder (read with its subfolders) or glob of .txt .md .jsonl
@@ -50,8 +50,8 @@ def read_documents(
         encoding_errors: `strict` refuses bytes that are not UTF-8, `replace` puts U+FFFD in their place.
 
     Raises:
-        InputError: the source does not exist, holds no text, or cannot be read as what its name says. It comes when the
-            first document is asked for.
+        InputError: the source does not exist, holds no text, or cannot be read as what its name says. It is raised when
+            the first document is requested.
     """
     empty, left_out = True, Counter[str]()
     for document in of_one_kind(_all_documents(source, text_field, encoding_errors), source, left_out):
@@ -69,10 +69,10 @@ def report_left_out(source: str, left_out: Mapping[str, int]) -> None:
 
 
 def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[str]) -> Iterator[Document]:
-    """The documents that are not empty; those of null are counted in `left_out`.
+    """The documents that are not empty; rows whose text is null are counted in `left_out`.
 
     Raises:
-        InputError: both texts and conversations among them.
+        InputError: there are both texts and conversations.
     """
     is_chat = None
     for document in documents:
@@ -86,7 +86,7 @@ def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[st
 
 
 def source_fingerprint(source: str) -> str:
-    """A hash of a source's content and of the names of its documents, wherever on disk they are.
+    """A hash of a source's content and of the names of its documents, independent of their place on disk.
 
     Raises:
         InputError: the source does not exist.
@@ -125,7 +125,7 @@ def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors
 def _rows(
     rows: "IterableDataset", source: str, kind: str, text_field: str, encoding_errors: EncodingErrors
 ) -> Iterator[Document]:
-    """The documents of a hub dataset's split, or of one of its shards, as `kind` says."""
+    """The documents of a hub dataset's split, or of one of its shards; `kind` names it in messages."""
     with hub_errors(source):
         for number, row in enumerate(rows, start=1):
             yield row_document(
@@ -151,8 +151,8 @@ class Part:
 def cut_source(source: str) -> tuple[list[Part], str]:
     """The parts of a source, in its order, and a hash that changes with its files or its revision.
 
-    Lines of .jsonl are cut anywhere, small files are taken together, a hub dataset has the shards that it comes in.
-    Other files, which cannot be read from their middle, are a part each.
+    A .jsonl file is cut between any lines, small files are joined, and a hub dataset keeps its shards. Any other file
+    is not cut, since it cannot be read from its middle.
 
     Raises:
         InputError: see `read_documents`.
@@ -187,7 +187,7 @@ def cut_source(source: str) -> tuple[list[Part], str]:
 def read_part(
     source: str, part: Part, text_field: str, encoding_errors: EncodingErrors, left_out: Counter[str]
 ) -> Iterator[Document]:
-    """The documents of a part of `cut_source`, as by `of_one_kind`; other arguments as for `read_documents`."""
+    """The documents of a part of `cut_source`, checked by `of_one_kind`; other arguments as for `read_documents`."""
     if part.shard is not None:
         index, count, revision = part.shard
         rows = hub_dataset(source, revision).shard(num_shards=count, index=index)
@@ -210,10 +210,10 @@ def is_built_in(source: str) -> bool:
 def source_files(source: str) -> list[tuple[str, Path]]:
     """The supported files of a file, folder or glob, each with its name relative to the source.
 
-    Other files are passed over, with a warning.
+    Other files are skipped, with a warning.
 
     Raises:
-        InputError: there are no files, or one is no regular file or cannot be found.
+        InputError: there are no files, or one is not a regular file or cannot be found.
     """
     path = Path(source)
     if path.is_dir():
@@ -227,7 +227,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
         parts = path.relative_to(root).parts
         if any("**" in part and part != "**" for part in parts):
-            raise InputError(f"{shown(source)} given, but ** should be a folder of its own; give 'texts/**/*.txt'")
+            raise InputError(f"{shown(source)} given, but ** should be a whole folder name, as in 'texts/**/*.txt'")
         candidates = list(_matching(root, parts))
         if not candidates:
             raise InputError(f"{shown(source)} matches no file")
@@ -242,17 +242,17 @@ def source_files(source: str) -> list[tuple[str, Path]]:
         raise InputError(f"{shown(source)} holds no supported file; supported are {SUPPORTED}")
     if others := Counter(_kind(file) for file in files if file_format(file) is None):
         kinds = shorten(", ".join(f"{kind} ({number})" for kind, number in others.most_common()), 200)
-        warn_once(f"{shown(source)}: passed over {plural(others.total(), 'file')} of other kinds: {kinds}")
+        warn_once(f"{shown(source)}: skipped {plural(others.total(), 'file')} of other kinds: {kinds}")
     for file in supported:
         check_file(file)
-    # Of several names of a file, the last that is kept is no link if there is such a name.
+    # The last of several names of a file is kept: one that is not a link, if there is one.
     links_first = sorted(supported, key=lambda file: (file.is_symlink(), file), reverse=True)
     once = {os.path.realpath(file): file for file in links_first}.values()
     return sorted((file.relative_to(root).as_posix(), file) for file in once)
 
 
 def linked_folders(folder: Path) -> list[Path]:
-    """The folders to which links in a folder and below lead, whose files are read with it."""
+    """The folders to which links in a folder and below lead; their files are read with it."""
     return [Path(os.path.realpath(path)) for path in _matching(folder, ["**"]) if path.is_symlink()]
 
 
@@ -268,7 +268,7 @@ def _matching(root: Path, parts: Iterable[str]) -> Iterator[Path]:
 def _entries(paths: Iterable[Path], part: str) -> Iterator[Path]:
     """The visible entries of folders that match one part of a glob; for `**` the folders and all folders below.
 
-    A folder with several names is entered once, by a name that is no link if it has one, so that loops end.
+    A folder with several names is entered once, by a name that is not a link if possible, so that loops end.
     """
     waiting, entered = deque(sorted(paths, key=Path.is_symlink)), set[str]()
     while waiting:
@@ -294,7 +294,7 @@ def is_hub(source: str) -> bool:
     """True if a source is a dataset that `datasets` loads."""
     if source.startswith(_HUB_PREFIX):
         return True
-    # A name below what exists here is a mistyped path; asking the hub for it would only take time.
+    # A name whose first part exists here is a mistyped path; asking the hub would only take time.
     is_path = Path(source).parent.parts and Path(Path(source).parts[0]).exists()
     return not is_path and _HUB_NAME.fullmatch(source) is not None and file_format(Path(source)) is None
 
@@ -312,7 +312,7 @@ def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
     """A hub dataset as a stream of rows, at a commit of its repository or at the newest.
 
     Raises:
-        InputError: there is no such dataset, as far as is known before a row is read, or a local one has links to
+        InputError: there is no such dataset, as far as is known before a row is read, or a local dataset has links to
             folders.
     """
     from datasets import load_dataset
@@ -328,7 +328,7 @@ def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
 def hub_errors(source: str) -> AbstractContextManager[None]:
     """A block in which every error of the hub's client becomes an InputError."""
     return as_input_error(
-        lambda reason: f"{shown(source)} is neither a file or folder here nor a dataset the hub gives ({reason})"
+        lambda reason: f"{shown(source)} is neither a file or folder here nor a dataset the hub provides ({reason})"
     )
 
 

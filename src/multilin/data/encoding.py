@@ -1,6 +1,6 @@
-"""Texts as token ids, exactly and quickly, and the bytes of tokens, with the tokenizers library alone.
+"""Encodes texts as token ids, exactly and quickly, and gives the bytes of tokens.
 
-transformers is not imported, so that this module loads quickly.
+It uses the tokenizers library without transformers, so that this module is imported quickly.
 """
 
 import itertools
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 2**20
 WORDS_KEPT, CHARACTERS_KEPT = 2**19, 2**25
 
-# ByteLevel's expression looks at no character before the one it stands at, and its matches of letters, digits and signs
-# end where a whitespace begins. So words that are cut there are split the same way alone. \x1c-\x1f are whitespace to
-# Python only.
+# ByteLevel's regular expression never looks back, and its matches of letters, digits and signs end where a whitespace
+# begins. So words that are cut there are split in the same way alone. \x1c-\x1f are whitespace to Python only.
 _WORD = re.compile(r"\s*[\S\x1c-\x1f]+|\s+")
 _CUT = re.compile(r"(?<=\S)(?=[^\S\x1c-\x1f])")
 
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that represent themselves
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-# Bytes by the characters that stand for them, as GPT-2 has them.
+# The characters that represent bytes in GPT-2's vocabulary, to these bytes.
 BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
@@ -53,7 +52,7 @@ class Encoder:
 
     def pieces(self, text: str) -> Iterator[str]:
         """Parts of a text, of bounded size if possible, whose ids in a row are the ids of the text."""
-        yield text  # it is not known where the text may be cut
+        yield text  # where it may be cut is not known
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of all texts in a row, and the number of ids of each."""
@@ -63,7 +62,7 @@ class Encoder:
 
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast") -> Encoder:
-    """The fastest encoder with exactly the tokenizer's ids. Special tokens that are spelled out in a text are text."""
+    """The fastest encoder with exactly the tokenizer's ids. Special tokens that a text spells are text."""
     backend = TextReader(plain_tokenizer(tokenizer.backend_tokenizer.to_str())).tokenizer
     return WordEncoder(backend) if _splits_at_whitespace(backend) else Encoder(backend)
 
@@ -125,7 +124,7 @@ def token_bytes(name: str, text: str) -> bytes:
 
     Args:
         name: its entry in the vocabulary.
-        text: what the token alone decodes to; U+FFFD stands for a part of a character.
+        text: the token alone, decoded; U+FFFD represents a part of a character.
     """
     if is_byte_name(name) and text != name:
         return bytes.fromhex(name[3:5])
@@ -137,5 +136,5 @@ def token_bytes(name: str, text: str) -> bytes:
 
 
 def is_byte_name(name: str) -> bool:
-    """True for the names of single bytes in SentencePiece's vocabularies, as <0xE4>."""
+    """True for the names of single bytes in SentencePiece's vocabularies, such as <0xE4>."""
     return re.fullmatch("<0x[0-9A-Fa-f]{2}>", name) is not None

@@ -30,7 +30,7 @@ LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory a
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # compressed text expands about tenfold
 
 EncodingErrors = Literal["strict", "replace"]
-_Rows = Iterator[tuple[str, str, Mapping[str, Any]]]  # each with the ends of its name and of its place in messages
+_Rows = Iterator[tuple[str, str, Mapping[str, Any]]]  # end of the row's name, end of its place in messages, the row
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Document:
     name: str  # its place, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
     text: str  # for a conversation, the text of its messages
     messages: list[Message] | None = None  # for a conversation
-    is_null: bool = False  # its row has null in place of a text, or in a conversation
+    is_null: bool = False  # its row has null instead of a text, or in a conversation
 
 
 def file_format(path: Path) -> str | None:
@@ -52,7 +52,7 @@ def file_format(path: Path) -> str | None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse, before it is opened, a file that is no regular file, or that is one text of too many bytes.
+    """Raise, before opening it, if a file is not a regular file, or is one text of too many bytes.
 
     Raises:
         InputError: see `read_file`.
@@ -84,7 +84,7 @@ def read_file(
     Raises:
         InputError: bytes that are not UTF-8 or not of the format in the name, rows without the field or with a field
             twice, a file that is not regular or cannot be read, more than 1 GB in a document or 64 MB in a line,
-            8 million characters without a space, or compressed bytes that expand as no text does.
+            8 million characters without a space, or compressed bytes that expand more than text can.
     """
     suffix = file_format(path)
     with _opened(path) as stream:
@@ -113,7 +113,7 @@ def row_document(
     """The text in a row's field, or the conversation in a row without this field.
 
     Raises:
-        InputError: the row has neither (the message has its fields), or the field holds no text of UTF-8; or as
+        InputError: the row has neither (the message lists its fields), or the field holds no text of UTF-8; or as
             `read_messages`.
     """
     fields = [text_field] if text_field in row else CHAT_FIELDS
@@ -135,7 +135,7 @@ def row_document(
 
 
 def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str, levels: int = 2) -> Any:
-    """A text, or the messages of a conversation, without bytes (of Parquet) and half surrogate pairs (of JSON)."""
+    """A text, or the messages of a conversation, checked for bytes (of Parquet) and half surrogate pairs (of JSON)."""
     if levels and isinstance(value, list):
         return [_decoded(part, encoding_errors, where, field, levels - 1) for part in value]
     if levels and isinstance(value, dict):
@@ -157,7 +157,7 @@ def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str
 
 
 def _check_words(text: str, where: str) -> None:
-    """Refuse very long words: a tokenizer takes a hundred bytes of memory for each character of a word."""
+    """Raise for very long words, since a tokenizer takes a hundred bytes of memory for each character of a word."""
     start = 0  # of a word
     while len(text) - start > LONGEST_WORD:
         piece = text[start : start + LONGEST_WORD + 1]
@@ -182,7 +182,7 @@ def _opened(path: Path) -> Iterator[io.BufferedReader]:
                 limit = SMALL + LARGEST_EXPANSION * path.stat().st_size
                 yield io.BufferedReader(_Bounded(expanded, limit, path), MEGABYTE)
     except OSError as error:
-        reason = error.strerror or shorten(" ".join(str(error).split()), 200)  # Arrow's have several lines
+        reason = error.strerror or shorten(" ".join(str(error).split()), 200)  # Arrow's messages have several lines
         raise InputError(f"{path}: cannot be read ({reason})") from None
 
 
@@ -220,7 +220,7 @@ def _lines(
     offset, end = span
     if offset:
         stream.seek(offset - 1)
-        offset += len(stream.readline(LARGEST_LINE + 1)) - 1  # the rest of a line that begins before
+        offset += len(stream.readline(LARGEST_LINE + 1)) - 1  # skips the rest of a line that begins before
     while offset < end and (line := stream.readline(LARGEST_LINE + 1)):
         if len(line) > LARGEST_LINE:
             megabytes = LARGEST_LINE // MEGABYTE
@@ -274,7 +274,7 @@ def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) ->
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
-    """Refuse columns or fields of one name, of which the last alone would be read."""
+    """Raise if several columns or fields have one name, since only the last would be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1 and name]:
         raise InputError(f"{where}: the column or field {shown(repeated[0])} occurs twice; rename one")
 
@@ -289,7 +289,7 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
             names, number = file.schema_arrow.names, 0
             _check_names(names, str(path))
             columns = [name for name in names if name in (text_field, *CHAT_FIELDS)]
-            if not columns:  # the message for the row tells what there is
+            if not columns:  # so that the message for this row lists the columns
                 yield "", "", dict.fromkeys(names)
             for batch in file.iter_batches(batch_size=256, columns=[text_field] if text_field in columns else columns):
                 kinds = [field.with_type(_with_bytes(field.type, str(path))) for field in batch.schema]

@@ -1,7 +1,7 @@
 """A packed text: all tokens in one memory-mapped row, how it is written, and the fixed-size blocks models read from it.
 
-Every document becomes its start token followed by its tokens, so that the first token of a text is predicted from
-something, and where a text ends the next start token is predicted.
+Every document becomes its start token followed by its tokens. So the first token of a text is predicted from the start
+token, and at the end of a text the next start token is predicted.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ from multilin.settings.inputs import check_regular
 IGNORED_LABEL = -100
 BLOCK_FIELDS = ("input_ids", "labels", "document_ids")
 
-_Printable = Annotated[str, StringConstraints(pattern=r"^\PC*$")]  # no control characters, which a terminal obeys
+_Printable = Annotated[str, StringConstraints(pattern=r"^\PC*$")]  # no control characters, which a terminal would obey
 TOKENS, ANSWERS, INDEX, DESCRIPTION = "tokens.bin", "answers.bin", "index.safetensors", "packed.json"
 COUNTED_AT_ONCE = 2**22  # tokens
-BATCH_CHARACTERS = 2**22  # that are tokenised at once
+BATCH_CHARACTERS = 2**22  # tokenised at once
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Description:
     pad_token_id: int
     tokenizer_hash: str
     is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
-    summary: _Printable = ""  # of a validation text: what of the source it is, in words
-    num_cut: int = 0  # of a validation text: documents of which it has the end alone
+    summary: _Printable = ""  # of a validation text: which part of the source it is, in words
+    num_cut: int = 0  # of a validation text: documents of which it has only the end
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
@@ -77,7 +77,7 @@ class PackedText:
     """A packed corpus: all tokens in a row, and where the documents are.
 
     Attributes:
-        folder: where it lies.
+        folder: the folder of its files.
         description: the content of packed.json.
         num_tokens, num_documents: the start tokens included.
         num_bytes: UTF-8 bytes of the exact text of all documents.
@@ -126,7 +126,7 @@ class PackedText:
     def every_other(self, first: int) -> "PackedText":
         """Every second document, from the first (0) or the second (1) on, as a text in memory.
 
-        Where the text holds ends of documents, which may be unlike each other, the second or the first half of each.
+        If the text holds ends of documents, which may differ much, the second (0) or first (1) half of each instead.
         """
         starts, sizes = self.document_starts, np.diff(self.document_starts, append=self.num_tokens)
         in_part = np.repeat(np.arange(self.num_documents) % 2 == first, sizes)
@@ -173,7 +173,8 @@ class PackedText:
         return counts
 
     def count_cuts(self, block_size: int) -> tuple[int, int, int]:
-        """The numbers of conversations, of those longer than a block, and of those that thereby lose all answers."""
+        """Numbers of conversations, of conversations longer than a block, and of conversations that lose all
+        answers."""
         assert self.is_answer is not None
         sizes = np.diff(self.document_starts, append=self.num_tokens)
         bounds = zip(self.document_starts, self.document_starts + np.minimum(sizes, block_size), strict=True)
@@ -187,13 +188,13 @@ class PackedText:
         return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
 
     def opening(self, document: int, most: int) -> list[int]:
-        """The first tokens of a document, at most so many, after its start token."""
+        """The first tokens of a document after its start token, at most `most`."""
         start, stop = np.append(self.document_starts, self.num_tokens)[document : document + 2]
         ids: list[int] = self.tokens[start + 1 : min(stop, start + 1 + most)].tolist()
         return ids
 
     def token_sizes(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """Bytes that each token stands for; for tokenizers that are not byte-level, multiply by `bytes_per_counted`."""
+        """Bytes of text in each token; for tokenizers that are not byte-level, multiply by `bytes_per_counted`."""
         return np.asarray(self._token_bytes[tokens])
 
     @property
@@ -206,7 +207,7 @@ class PackedText:
 
 
 def _mapped(path: Path, size: int, dtype: str) -> NDArray[Any]:
-    """The numbers in a file, memory-mapped; unlike by `numpy.memmap`, the file does not stay open."""
+    """The numbers in a file, memory-mapped; unlike with `numpy.memmap`, the file does not stay open."""
     kind = {"dtype": getattr(torch, dtype), "device": "cpu"}
     numbers: NDArray[Any] = torch.from_file(str(path), shared=False, size=size, **kind).numpy()
     numbers.flags.writeable = False
@@ -239,7 +240,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         if packed.description.is_chat:
             assert packed.is_answer is not None
             spans = whole_documents(packed.document_starts, packed.num_tokens, block_size)
-            # Others, cut before their first answer, would teach nothing, and a step of them alone would have no loss.
+            # Blocks without an answer would teach nothing, and a step of such blocks alone would have no loss.
             self._spans = [span for span in spans if packed.is_answer[slice(*span)].any()]
             self._length = len(self._spans)
             return
@@ -317,7 +318,7 @@ def pack(
     """Tokenise documents and write them as one packed text.
 
     Args:
-        documents: read once; besides the index a few megabytes are held at a time (and a whole document).
+        documents: read once; memory holds the index, a few megabytes of text, and a whole document.
         tokenizer: with an end-of-text token, which starts every document.
         folder: a folder that does not exist yet; it appears when it is complete.
         progress: called now and then with the UTF-8 bytes packed so far.
@@ -404,10 +405,10 @@ class _Writer:
         self._bytes: list[int] = []
 
     def add_conversation(self, document: Document, conversations: ConversationEncoder) -> NDArray[np.bool_]:
-        """Write a conversation; for each of its tokens, whether it belongs to an answer."""
+        """Write a conversation; the result says for each of its tokens whether it belongs to an answer."""
         assert document.messages is not None, "texts and conversations are packed apart"
         ids, is_answer = conversations.encode(document.messages, document.name)
-        if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # which a template may write itself
+        if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write them itself
             ids, is_answer = [self._start, *ids], [False, *is_answer]
         row = np.array(ids)
         size = int(self._token_bytes[row].sum())

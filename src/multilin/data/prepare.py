@@ -1,4 +1,4 @@
-"""From a source to packed training and validation text, done once and kept in a cache that is keyed by content."""
+"""Prepares packed training and validation text from a source, once, and keeps it in a cache keyed by content."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ from multilin.data.store import cache_root, make_once
 from multilin.data.tokenizers import load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
 from multilin.errors import InputError, plural, prefixed
 
-# Counted up whenever the same input would be prepared differently.
+# Increased whenever the same input would be prepared differently.
 FORMAT = 7
 _REPORT_BYTES = 2**22
 
 
 class Spool:
-    """Documents in a file of JSON lines, from which they are read as often as needed, and their census."""
+    """Documents in a file of JSON lines, so that they can be read several times, and their census."""
 
     def __init__(self, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> None:
         self._path, self.census, reported = path, Census(), 0
@@ -69,7 +69,7 @@ def prepare_text(
         return _part(_open_shards(data, recipe, progress), data)
     loaded = None if recipe.path is None else load_tokenizer(recipe.path)
     identity = _identity(data, recipe, loaded)
-    # Packed again where another version of the tokenizers or of this package might pack otherwise.
+    # Another version of the tokenizers or of this package may pack differently, so it packs again.
     name = hashlib.sha256(f"{FORMAT} {tokenizers.__version__} {identity}".encode()).hexdigest()[:32]
     folder = Path(cache_folder or cache_root()) / name
     make_once(folder, partial(_prepare, data, recipe, loaded, progress))
@@ -81,7 +81,7 @@ def prepare_text(
 
 
 def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
-    """The text with the part of its validation text that is asked for."""
+    """The text with the requested part of its validation text."""
     if data.validation_part == "all":
         return text
     if text.validation.num_documents < 2 and not text.validation.description.num_cut:
@@ -95,7 +95,7 @@ def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) 
     """Open text that `multilin prepare` made, which comes with its tokenizer and its validation text."""
     text = open_mixture(data.mix, progress) if data.mix else open_prepared("data.source", data.source, progress)
     if data.validation is not None:
-        raise InputError("data.validation: given, but prepared text has its own to validate on; leave it out")
+        raise InputError("data.validation: given, but prepared text has its own validation text; leave it out")
     expected = text.validation.description.tokenizer_hash
     if recipe.path is not None and tokenizer_hash(load_tokenizer(recipe.path)) != expected:
         raise InputError(
@@ -169,13 +169,13 @@ def _warn_of_trained(data: DataRecipe, train: Census, validation: Census) -> Non
     if trained := int(np.isin(validation.hashes, train.hashes).sum()):
         warnings.warn(
             f"data.validation: {plural(trained, 'document')} of {len(validation.hashes)} from {data.validation} are "
-            "also among those to train on, so that a low number of bits per byte says less",
+            "also in the training text, so low bits per byte say less about new text",
             stacklevel=2,
         )
 
 
 def reported_texts(documents: Iterable[Document], progress: Progress) -> Iterator[str]:
-    """The texts that a tokenizer is trained on; after each, `progress` is called with the bytes so far."""
+    """The texts of documents, to train a tokenizer on; after each, `progress` is called with the bytes so far."""
     count = 0
     for document in documents:
         yield document.text

@@ -3,7 +3,7 @@
     manifest.json   what there is, with checksums        train/00000-000/ ...   packed texts, see `PackedText`
     tokenizer/      the tokenizer                        validation/            one packed text
 
-It lies in a folder or at any address of fsspec, whose files are copied into a local cache when they are first read.
+It is in a folder or at any address of fsspec; files there are copied into a local cache when they are first read.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Folder:
 
     name: Annotated[str, StringConstraints(pattern=r"^(unfinished/)?[a-z]+(/[0-9]+-[0-9]+)?$")]
     files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each
-    description: Description | None  # the content of packed.json; none of the tokenizer
+    description: Description | None  # the content of packed.json; None for the tokenizer
 
     def describe(self) -> Description:
         """The description of a packed text."""
@@ -61,7 +61,7 @@ class Manifest:
     """The content of manifest.json, which is written last."""
 
     format: Size
-    settings: Section  # that decided the content, and the source's hash
+    settings: Section  # all that decided the content, and the source's hash
     num_documents: Size  # of training and validation text together
     num_tokens: Size
     num_bytes: Size  # UTF-8 bytes of the text
@@ -87,11 +87,11 @@ class Manifest:
             expected = values.pop("sha256")
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             raise InputError(
-                f"{where} is no manifest of prepared text; prepare the text again, or name files of text by a "
+                f"{where} is not a manifest of prepared text; prepare the text again, or give files of text by a "
                 "glob such as 'texts/*.txt'"
             ) from None
         if expected != _sum(values):
-            raise InputError(f"{where} is damaged: its checksum is not that of its content; prepare the text again")
+            raise InputError(f"{where} is damaged: its checksum does not match its content; prepare the text again")
         if values.get("format") != FORMAT:
             raise InputError(f"{where} has format {shown(values.get('format'))}, but only {FORMAT} is known")
         return load_settings(cls, values, where)
@@ -169,7 +169,7 @@ class ShardedText:
 
 
 class MixedBlocks(ConcatDataset[dict[str, Tensor]]):
-    """The blocks of all texts of a mixture; blocks of a text are read in proportion to its weight."""
+    """The blocks of all texts of a mixture; training reads a text's blocks in proportion to its weight."""
 
     def __init__(self, parts: Sequence[ConcatBlocks], weights: Sequence[float]) -> None:
         super().__init__(parts)
@@ -287,7 +287,7 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
 
 
 def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
-    """Open several prepared texts, address to weight, as a mixture; it is validated on all their validation texts.
+    """Open several prepared texts, address to weight, as a mixture; its validation text is all of theirs.
 
     Raises:
         InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations; or the cache
@@ -296,7 +296,7 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
     texts = {address: open_prepared("data.mix", address, progress) for address in weights}
     (first_name, first), *others = texts.items()
     for name, other in others:
-        for field, meaning in (("tokenizer_hash", "the same tokenizer"), ("is_chat", "texts alone or conversations")):
+        for field, meaning in (("tokenizer_hash", "the same tokenizer"), ("is_chat", "only texts, or only chats")):
             if getattr(other.validation.description, field) != getattr(first.validation.description, field):
                 raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} should hold {meaning}")
     identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())

@@ -10,21 +10,21 @@ BYTE_VOCAB_SIZE = 258
 """Entries of a byte tokenizer: 256 bytes, end of text and padding."""
 DEFAULT_KIND: Final = "bpe"
 DEFAULT_VOCAB_SIZE = 4096
-"""Kind and entries of a tokenizer that is trained, where nothing is said."""
+"""Default kind and vocabulary size of a trained tokenizer."""
 MANIFEST = "manifest.json"
-"""The file that says what prepared text there is in a folder, or at an address."""
+"""The file that describes the prepared text in a folder or at an address."""
 
 
 @settings
 class DataRecipe:
     """The text."""
 
-    source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, or a task as task:mqar
-    mix: Mixture | None = None  # prepared texts, folder or address to weight, to read instead of the source
+    source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, task (task:mqar)
+    mix: Mixture | None = None  # prepared texts (folder or address: weight) to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
-    validation_part: Literal["all", "final", "tuning"] = "all"  # all of the validation text, or one half of it
-    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
+    validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all of the text, or on one half of it
+    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
     @property
@@ -42,8 +42,8 @@ class DataRecipe:
 class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
-    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # how text becomes tokens; null if the text decides
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, by default 4096 if the text supports them
+    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # kind of tokenizer; null if the text comes with one
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, if the text supports them
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 
 
@@ -54,10 +54,10 @@ class ShardSettings:
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText = "prepared"  # folder, or address for fsspec such as s3://bucket/folder, to write the shards to
     tokenizer: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
-    kind: Literal["bpe", "unigram", "byte"] | None = None  # how text becomes tokens, bpe by default
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary, by default 4096 if the text supports them
+    kind: Literal["bpe", "unigram", "byte"] | None = None  # kind of tokenizer, bpe by default
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, if the text supports them
     validation_fraction: Part = 0.01  # share of the text's bytes set aside for validation
-    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
+    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
 
@@ -67,9 +67,9 @@ class TokenizerTrainArguments:
 
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText  # folder to write it to
-    kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # how text becomes tokens
-    vocab_size: Vocabulary | None = None  # entries of the vocabulary, by default 4096 if the text supports them
-    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
+    kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # kind of tokenizer
+    vocab_size: Vocabulary | None = None  # entries of the vocabulary; 4096 by default, if the text supports them
+    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder
 
@@ -81,6 +81,6 @@ class TokenizerShowArguments:
     tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
     source: PathText | None = None  # count tokens and bytes of this text
     text: Prose | None = None  # show how this text is cut
-    text_field: str = "text"  # the field or column of rows (not of .txt and .md) that holds the text
+    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     json: bool = False  # print JSON

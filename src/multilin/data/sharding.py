@@ -1,8 +1,8 @@
-"""Text of any size into shards of packed text, by several processes, so that a preparation may stop and go on.
+"""Prepares text of any size as shards of packed text, in several processes; a stopped preparation can continue.
 
-A source is cut into parts. A process reads one part at a time and writes its shards, each of them complete or absent,
-and after each a record of how far it came; a preparation that was ended goes on behind these records. The manifest is
-written last. Which text is set aside for validation is decided first, see `multilin.data.split.Split`.
+A source is cut into parts. A process reads one part at a time and writes its shards, each of them complete or absent.
+After each shard it writes a record of its progress, from which a stopped preparation continues. Which text is set aside
+for validation is decided first, see `multilin.data.split.Split`; the manifest is written last.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ TOKENIZER_BYTES = 10**8
 """UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of SAMPLED_PARTS parts."""
 SAMPLED_PARTS = 100
 COUNTED_BYTES = 2**26
-"""UTF-8 bytes of text from which on its beginning may decide what to validate on."""
+"""UTF-8 bytes after which the beginning of a text may decide what to validate on."""
 UNFINISHED = "unfinished"
 """The folder of unfinished work, which is deleted at the end."""
 _SETTINGS = f"{UNFINISHED}/settings.json"
@@ -74,7 +74,7 @@ class PartRecord:
 
     @classmethod
     def read(cls, store: Store, number: int) -> "PartRecord":
-        """The record of a part; an empty record if there is none, or only a part of its file arrived."""
+        """The record of a part; an empty record if its file is missing or incomplete."""
         with contextlib.suppress(InputError):  # the record of another version
             return load_settings(cls, _read_json(store, f"{UNFINISHED}/{number:05}.json") or {})
         return cls()
@@ -119,7 +119,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
 
     Raises:
         InputError: the source, the tokenizer or the output cannot be used, or the output holds another text.
-        ChildProcessError: a process was ended from outside. Finished shards stay.
+        ChildProcessError: a process was killed. Finished shards are kept.
     """
     for name in ("kind", "vocab_size"):
         if plan.tokenizer is not None and (given := getattr(plan, name)) is not None:
@@ -163,7 +163,7 @@ def _clean(store: Store, num_parts: int) -> Iterator[None]:
 
 
 def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
-    """The manifest of a complete preparation; None if the preparation begins or goes on.
+    """The manifest of a complete preparation; None if the preparation is new or not complete.
 
     Raises:
         InputError: the output holds another text, or files of another kind.
@@ -176,20 +176,20 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     deciding = json.loads(json.dumps(deciding))
     if before is not None and before != deciding:
         name = next(name for name in deciding | before if before.get(name) != deciding.get(name))
-        begun, given = f"another {name}", f"{name} {shown(deciding.get(name))} given"
+        begun, given = f"another {name}", f"and {name} {shown(deciding.get(name))} given"
         if name == "content":
-            begun, given = "text files of other sizes or times", "they may hold another text"
-        raise InputError(f"--output: {shown(store.address)} was begun with {begun}, and {given}; name a new folder")
+            begun, given = "text files of other sizes or times", "so their text may have changed"
+        raise InputError(f"--output: {shown(store.address)} was begun with {begun}, {given}; name a new folder")
     return manifest
 
 
 def _holds_files(folder: Path) -> bool:
-    """True for visible files, but for a preparation that was killed before it wrote any."""
+    """True if a folder holds visible files, other than a preparation that was killed before it wrote any."""
     return any(path.name != UNFINISHED or any(path.glob("[!.]*")) for path in folder.glob("[!.]*"))
 
 
 def _read_json(store: Store, name: str) -> Any:
-    """The content of a JSON file; None if there is none, or only a part of the file arrived."""
+    """The content of a JSON file; None if it is missing or incomplete."""
     try:
         return json.loads(store.read(name) or b"null")
     except ValueError:
@@ -197,7 +197,7 @@ def _read_json(store: Store, name: str) -> Any:
 
 
 def _begin(plan: ShardSettings, parts: list[Part], progress: Progress) -> Job:
-    """Choose what to validate on, from the whole text or, where that is long, as much of its beginning as suffices.
+    """Choose what to validate on, from the whole text or, if it is long, from as much of its beginning as suffices.
 
     Raises:
         InputError: there is no text, or nothing of it can be set aside.
@@ -305,7 +305,7 @@ class Packer:
         return record
 
     def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
-        """The documents of one shard, or their beginnings; what is to validate on is set aside."""
+        """The documents of one shard, or their beginnings; the validation parts go to `held_out`."""
         size = 0
         for document in documents:
             record.num_documents += 1
@@ -358,8 +358,8 @@ def _pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> lis
 def _in_processes(
     job: Job, numbers: list[int], workers: int, report: Callable[[int], None]
 ) -> Iterator[tuple[int, PartRecord]]:
-    """The records of parts as they are packed, by processes that end with this one, however it ends."""
-    # A process forked from one with threads may hang; one that imports everything anew takes seconds to begin.
+    """The records of parts, as processes pack them; these processes end with this one, however it ends."""
+    # A process forked from one with threads may hang; a new one takes seconds to import everything.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     context.set_forkserver_preload([__name__])
@@ -378,8 +378,8 @@ def _in_processes(
         is_done = True
     except BrokenProcessPool:
         raise ChildProcessError(
-            f"--workers: one of {workers} processes was ended from outside, for want of memory perhaps; the same "
-            "command goes on where it stopped"
+            f"--workers: one of {workers} processes was killed, perhaps for lack of memory; the same "
+            "command continues where it stopped"
         ) from None
     finally:
         for process in set(multiprocessing.active_children()) - others if not is_done else ():
@@ -392,7 +392,7 @@ _packer: Packer
 
 def _start_worker(job: Job, counter: Any) -> None:
     global _packer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the others
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Which part of a text is set aside for validation.
+"""Decides which part of a text is set aside for validation.
 
 Whole documents are set aside if there are enough of them, in the order of the hashes of their texts. If documents are
 few or very unequal, the end of each long document is set aside instead.
@@ -19,9 +19,9 @@ from multilin.data.packed_text import Description
 from multilin.errors import InputError, plural, shorten
 
 ENOUGH = 3
-"""Documents that the validation text should hold; their average size is the mean over bytes, not over documents."""
+"""Documents of average size that the validation text should hold; the average is over bytes, not over documents."""
 SHORTEST_END = 64
-"""Bytes: the least that is set aside of a document that is cut."""
+"""Bytes that are set aside, at least, of a document that is cut."""
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, at most."""
 TRAIN, VALIDATION = 0, 1
@@ -63,8 +63,8 @@ class Split:
         fraction: share of the bytes to validate on.
         whole: hashes of the texts set aside whole; None for all whose hash is below the fraction of 2^64.
         ends: hashes of the texts of which the end is set aside.
-        longest: bytes; of a longer text the end is set aside too.
-        summary: which documents these are, in words.
+        longest: bytes; the end of each longer text is set aside too.
+        summary: which documents are set aside, in words.
     """
 
     fraction: float
@@ -77,11 +77,11 @@ class Split:
     def of_all(cls, census: Census, fraction: float) -> "Split":
         """The split of a text whose documents were all counted.
 
-        The largest documents are removed until at least `ENOUGH` of average size fit into `fraction` of the others'
-        bytes, and the largest of them does. Of those removed the end is set aside, unless they are conversations or
-        very short. Of the others, in the order of their hashes, each one that still fits into `fraction` of their bytes
-        is set aside whole; if these are hardly any, so is the shortest of the rest. Equal texts are treated as one, so
-        that no validation text is also trained on.
+        First, the largest documents are removed until `fraction` of the remaining bytes has room for `ENOUGH` documents
+        of average size and for the largest remaining one. The end of each removed document is set aside, unless it is a
+        conversation or very short. Then the remaining documents are taken in the order of their hashes; each that still
+        fits into `fraction` of their bytes is set aside whole. If too few are small enough, the shortest remaining one
+        is also set aside. Equal texts are treated as one, so that no validation text is also trained on.
 
         Raises:
             InputError: all documents are the same conversation or character.
@@ -105,7 +105,7 @@ class Split:
         """The split of a text whose first documents were counted; None if these do not suffice.
 
         They suffice if `ENOUGH` of average size fit into `fraction` of their bytes, and some are set aside. The hash of
-        a document's text then decides whether it is set aside; of a long one the end is set aside.
+        a document's text then decides whether it is set aside; the end of each long document is set aside.
         """
         hashes = np.asarray(census.hashes)
         num_whole = np.count_nonzero(hashes < fraction * 2**64)
@@ -118,7 +118,7 @@ class Split:
         return cls(fraction, None, longest=longest, summary=summary)
 
     def parts(self, document: Document) -> tuple[Document | None, Document | None]:
-        """What of a document is to train on, and what to validate on."""
+        """The part of a document to train on, and the part to validate on; None for no part."""
         content = document.text.encode()
         number = text_hash(content)
         if number in self.ends or (len(content) > self.longest and document.messages is None):
@@ -127,13 +127,13 @@ class Split:
         return (None, document) if is_whole else (document, None)
 
     def side(self, documents: Iterable[Document], side: int) -> Iterator[Document]:
-        """What of documents is to train on (side `TRAIN`) or to validate on (`VALIDATION`)."""
+        """The parts of documents to train on (side `TRAIN`) or to validate on (`VALIDATION`)."""
         parts = (self.parts(document)[side] for document in documents)
         return (part for part in parts if part is not None)
 
 
 def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) the largest texts, without which the others are enough; all where others never are."""
+    """(texts,) the largest texts, to be removed until the others are enough; all texts if the others never are."""
     order = np.argsort(sizes, kind="stable")  # the k-th entries below are of the k smallest texts
     total, squares = np.cumsum(sizes[order]), np.cumsum(sizes[order] ** 2)
     are_enough = (sizes[order] <= fraction * total) & (ENOUGH * squares <= fraction * total**2)
@@ -171,9 +171,9 @@ def with_summary(train: Description, validation: Description, summary: str, num_
     """The description of a validation text, with its summary and its number of cut documents.
 
     Args:
-        train, validation: of the packed texts.
-        summary: of the split.
-        num_documents: that were split.
+        train, validation: descriptions of the packed texts.
+        summary: the summary of the split.
+        num_documents: number of documents before the split.
     """
     summary += f", {decimal(validation.num_bytes)} of {decimal(train.num_bytes + validation.num_bytes)}"
     num_cut = train.num_documents + validation.num_documents - num_documents

@@ -1,4 +1,4 @@
-"""Files at an address: in a folder, or at any place that fsspec knows, from which files are copied here when read."""
+"""Files at an address: in a folder, or at any place that fsspec knows; those are copied to this machine when read."""
 
 import contextlib
 import hashlib
@@ -32,7 +32,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it.
 
     Raises:
-        InputError: it cannot be written, or an error of `make`; the folder does not exist then.
+        InputError: the folder cannot be written, or `make` fails; the folder does not exist then.
     """
     try:
         if folder.exists():
@@ -68,7 +68,7 @@ class Store:
         self.local = Path(self._root) if isinstance(self._files, LocalFileSystem) else None
 
     def check_writable(self) -> None:
-        """Refuse, before any work, a place that cannot be written.
+        """Raise, before any work, if the place cannot be written.
 
         Raises:
             InputError: it cannot be written.
@@ -81,7 +81,7 @@ class Store:
                 self.remove("unfinished/probe")
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None where there is none."""
+        """The content of a file, or None if there is none."""
         if self.local is not None and (self.local / name).exists():
             check_regular(self.local / name, self.field)
         try:
@@ -132,7 +132,7 @@ class Store:
 
     def names(self, folder: str) -> set[str]:
         """The names of the files in a folder; none if the folder does not exist."""
-        self._files.invalidate_cache()  # a list that was kept lacks what other processes have written since
+        self._files.invalidate_cache()  # a cached list lacks files that other processes wrote since
         try:
             entries = insist(partial(self._files.ls, f"{self._root}/{folder}", detail=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -155,9 +155,9 @@ def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:
     for name, expected in sums.items():
         path = folder / name
         if not path.is_file():
-            raise InputError(f"{field}: {shown(str(path))} is missing, which the manifest names")
+            raise InputError(f"{field}: {shown(str(path))} is missing, but the manifest names it")
         if checksum(path) != expected:
-            raise InputError(f"{field}: {shown(str(path))} is damaged: its checksum is not the manifest's")
+            raise InputError(f"{field}: {shown(str(path))} is damaged: its checksum differs from the manifest's")
 
 
 def insist(call: Callable[[], ResultT]) -> ResultT:
@@ -167,6 +167,6 @@ def insist(call: Callable[[], ResultT]) -> ResultT:
             return call()
         except _LASTING:
             raise
-        except Exception:  # every store's client has errors of its own
+        except Exception:  # each store's client has other errors
             time.sleep(FIRST_WAIT * 2**attempt)
     return call()

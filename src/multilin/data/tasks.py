@@ -1,8 +1,8 @@
-"""Synthetic tasks that ask a model to recall its input: new sequences, whose answers follow from the sequence alone.
+"""Synthetic tasks that ask a model to recall its input: sequences whose answers follow from the sequence alone.
 
 A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which the examples
 below leave out. Labels are the tokens of the answers, and IGNORED_LABEL elsewhere, so a causal language model is scored
-on predicting each answer from everything before it. In the examples the answers stand below the sequence.
+on predicting each answer from everything before it. In the examples the answers are below the sequence.
 
 As training data, a task is a `TaskText`: its sequences as training blocks, and a tokenizer for them.
 """
@@ -86,7 +86,7 @@ Generator = Callable[[np.random.Generator, int, int, Any], Sequences]
 class Task:
     """A task by name, with its options.
 
-    name, options: as `find_task` was given them.
+    name, options: as given to `find_task`.
     num_tokens: size of the vocabulary.
     shortest: tokens that a sequence needs at least.
     """
@@ -203,7 +203,7 @@ def needle(rng: np.random.Generator, count: int, length: int, options: PairOptio
 
 
 def majority(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
-    """Bits, a mark, and the more frequent bit; an even number of bits is raised by one, so that there is no tie.
+    """Bits, a mark, and the more frequent bit; an even number of bits is increased by one, so that no tie is possible.
 
     1 0 1 1 0 * 1 .
                 1
@@ -339,7 +339,7 @@ class TaskPart:
         return self.number if max_tokens is None else min(self.number, max(1, max_tokens // length))
 
     def num_answers(self, length: int, max_tokens: int | None) -> int:
-        """How many answers they ask for: every sequence of a task asks for as many."""
+        """How many answer tokens these sequences have; every sequence of a task has the same number."""
         labels = self.task.generate(np.random.default_rng(0), 1, length).labels
         return self.num_scored(length, max_tokens) * int((labels != IGNORED_LABEL).sum())
 

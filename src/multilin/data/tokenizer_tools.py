@@ -1,4 +1,4 @@
-"""Tokenizers trained into a folder, and described."""
+"""Trains a tokenizer into a folder, and describes a tokenizer."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class TokenizerInfo:
 
     special_tokens: role to token.
     tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
-    pieces: the part of the given text that each token stands for; joined they are the text. A character of several
-        tokens is the last one's. None without a text.
+    pieces: the part of the given text in each token; joined they are the text. A character of several tokens belongs to
+        the last one. None without a text.
     """
 
     vocabulary: int
@@ -72,7 +72,7 @@ def describe_tokenizer(arguments: TokenizerShowArguments, progress: Progress = n
     """
     for name in ("text_field", "encoding_errors"):
         if arguments.source is None and getattr(arguments, name) != getattr(TokenizerShowArguments, name):
-            raise InputError(f"--{name.replace('_', '-')}: given without --source, the text that it is for; give both")
+            raise InputError(f"--{name.replace('_', '-')}: given without --source, the text it applies to; give both")
     tokenizer = load_tokenizer(arguments.tokenizer)
     encoder = make_encoder(tokenizer)
     roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}

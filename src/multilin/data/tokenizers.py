@@ -1,4 +1,4 @@
-"""Tokenizers: trained on a corpus or loaded. Those trained here are lossless: decoding gives the exact text back."""
+"""Trains and loads tokenizers. Tokenizers trained here are lossless: decoding gives the exact text back."""
 
 import codecs
 import copy
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
     """A tokenizer over the bytes of UTF-8, with `<|endoftext|>` (id 0; begins and ends texts) and `<|pad|>` (id 1).
 
     Args:
-        texts: the training text, read once and never held.
+        texts: the training text, read once and not kept in memory.
         kind: `byte` (ids are 2 + byte; reads no text), `bpe` (merges of frequent pairs) or `unigram` (the most likely
             pieces under a unigram model). The last two never join across GPT-2's word boundaries.
         vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others, where
@@ -77,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
 def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
 
-    It has an end-of-text token, and pads with it where it has no padding token. Of several chat templates it has the
+    It has an end-of-text token, and pads with it if it has no padding token. Of several chat templates it has the
     default one. Settings of truncation, padding and the longest text are left out, since they would cut or change texts
     silently. No code that comes with it is run.
 
@@ -121,8 +121,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token every document starts with; a prompt given to a model starts with it too.
 
-    It is the end-of-text token, so that a model which has read texts in a row predicts it where a text ends. A
-    tokenizer that got another end-of-text token later, for chats, has the earlier one as its beginning of text.
+    It is the end-of-text token, so that a model which has read texts in a row predicts it at the end of a text. If a
+    tokenizer later got another end-of-text token, for chats, its beginning-of-text token is the earlier one.
     """
     start = tokenizer.bos_token_id if tokenizer.bos_token in _KNOWN_ENDS else tokenizer.eos_token_id
     assert isinstance(start, int), "tokenizers of this package have an end-of-text token"
@@ -161,7 +161,7 @@ def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | 
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Bytes of text that each token stands for, 0 for special tokens; their sum over a text is its UTF-8 length.
+    """Bytes of text in each token, 0 for special tokens; their sum over a text is its UTF-8 length.
 
     Exact for byte-level tokenizers, and approximate for others (SentencePiece, WordPiece), which rewrite spaces.
     """
@@ -211,7 +211,7 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
 class VocabularyTooLarge(InputError):
     """The text has too few different pairs of tokens; `most` is how many entries it supports."""
 
-    # The default is for pickle, which makes an exception of its message alone and then sets its attributes.
+    # The default is for pickle, which creates an exception from its message alone and then sets its attributes.
     def __init__(self, message: str, most: int = 0) -> None:
         super().__init__(message)
         self.most = most
@@ -241,8 +241,8 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
                 most,
             )
         warnings.warn(
-            f"tokenizer.vocab_size: none given, and the text supports {most} tokens, so the tokenizer has {most} and "
-            f"not {DEFAULT_VOCAB_SIZE}, the default",
+            f"tokenizer.vocab_size: none given, and the text supports {most} tokens, so the tokenizer has {most} "
+            f"instead of {DEFAULT_VOCAB_SIZE}, the default",
             stacklevel=2,
         )
     return tokenizer if kind == "bpe" else _reproducible(tokenizer)
@@ -301,7 +301,7 @@ def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
 
 
 def _short_words(text: str) -> Iterator[str]:
-    """The text, cut within its longest words: to find the merges of a word takes the square of its length."""
+    """The text, cut within its longest words, since finding merges takes time quadratic in a word's length."""
     start = 0
     if max(map(len, text.split()), default=0) > LONGEST_TRAINED_WORD:
         for match in re.finditer(rf"\S{{{LONGEST_TRAINED_WORD}}}(?=\S)", text):
@@ -313,8 +313,8 @@ def _short_words(text: str) -> Iterator[str]:
 def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
     """The same unigram tokenizer, without random differences between trainings.
 
-    Threads add scores up in any order, which changes the last digits, so scores are rounded. Bytes that are no likely
-    piece get scores below all others, at most 1e-4 apart, in the order of a randomised hash table; they are sorted.
+    Threads add scores up in any order, which changes the last digits, so scores are rounded. Bytes that are not likely
+    pieces get scores below all others, at most 1e-4 apart, in the random order of a hash table, so they are sorted.
     """
     content = json.loads(tokenizer.to_str())
     special = content["model"]["vocab"][: len(content["added_tokens"])]
@@ -382,6 +382,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    """What tokenizer.json holds; config.json is not read, since the class of its model may be anyone's code."""
+    """The tokenizer in tokenizer.json; config.json is not read, since the class of its model may be anyone's code."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         return PreTrainedTokenizerFast.from_pretrained(path_or_name)

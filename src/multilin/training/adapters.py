@@ -1,4 +1,4 @@
-"""Training low-rank adapters in place of a model's own weights."""
+"""Low-rank adapters (LoRA): training changes small updates of matrices instead of the model's weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +15,12 @@ from multilin.training.recipe import Recipe
 
 
 def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Put the adapters of a recipe into its model, of which training then changes the adapters only.
+    """Insert the recipe's adapters into its model; training then changes only the adapters.
 
-    The updates begin at zero, with matrices A drawn from torch's global generator.
+    The updates start at zero; the matrices A are drawn from torch's global generator.
 
     Raises:
-        InputError: PEFT is missing, no such targets, or an arithmetic that adapters cannot be merged in.
+        InputError: PEFT is missing, no module matches the targets, or adapters cannot be merged with rounded weights.
     """
     plan, lora = recipe.training, recipe.training.lora
     assert lora is not None
@@ -35,11 +35,11 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
         target_modules=lora.targets or "all-linear", base_model_name_or_path=recipe.model.start,
     )  # fmt: skip
     insert_adapters(model, config, "training.lora.targets")
-    model.enable_input_require_grads()  # recomputed layers get gradients, though the embedding below them does not
+    model.enable_input_require_grads()  # recomputed layers need an input with a gradient, and the embedding is frozen
 
 
 def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
-    """Write the adapters in a model as PEFT does: adapter_config.json and adapter_model.safetensors.
+    """Write a model's adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
     `weights` are the model's weights, gathered from all devices; None takes the weights of this process.
 
@@ -53,6 +53,6 @@ def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, An
 
 
 def in_model(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a file of adapters, under their names in the model."""
+    """The weights of an adapter file, renamed to their names in the model."""
     own = {file_name(name): name for name in model.state_dict() if is_adapter_weight(name)}
     return {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}

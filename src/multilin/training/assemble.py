@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: text, model and data order."""
+"""Build the parts of a run from its recipe: text, model and data order."""
 
 import dataclasses
 import inspect
@@ -33,12 +33,12 @@ from multilin.training.start import load_start, open_start
 
 
 def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None = None) -> PreparedText:
-    """The tokenizer, and the packed training and validation text.
+    """Read the text of a recipe: its tokenizer, and the packed training and validation text.
 
     Args:
         recipe: the recipe, with the sources and the tokenizer.
         progress: called now and then.
-        run: folder of a run of the recipe, or of its checkpoint, whose tokenizer replaces that of `model.start`.
+        run: folder of a run of the recipe, or of a checkpoint; its tokenizer replaces the one of `model.start`.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
@@ -62,21 +62,21 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
 
 
 def report_validation(recipe: Recipe, text: PreparedText, progress: TrainingProgress) -> None:
-    """Report what a text is validated on; warn if that is much unlike what is trained on."""
+    """Report what the validation text is; warn if it is very unlike the training text."""
     if summary := text.validation.description.summary:
         progress.validation(summary)
     if is_much_unlike(ratio := unlikeness(text)):
         warnings.warn(
             f"{'data.validation' if recipe.data.validation else 'data.source'}: the validation text is unlike the "
-            f"training text (a counting model needs {ratio:.1f} times as many bits per byte as for training text), so "
-            "its bits per byte say little about text like the training text; give a validation text that is more like "
-            "it (data.validation)",
+            f"training text (a counting model needs {ratio:.1f} times as many bits per byte for it), so validation "
+            "bits per byte say little about text like the training text; give a validation text that is more like it "
+            "(data.validation)",
             stacklevel=2,
         )
 
 
 def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None = None) -> PreparedText | TaskText:
-    """The training data of a recipe: a text, or the sequences of a task; arguments as for `read_text`.
+    """Read the training data of a recipe: a text, or the sequences of a task; arguments as for `read_text`.
 
     Raises:
         InputError: see `read_text`; an unknown task, or blocks too short for it.
@@ -84,17 +84,17 @@ def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     if not is_task(recipe.data.name):
         return read_text(recipe, progress, run)
     task = task_text(recipe.data.name)
-    task.train.blocks(recipe.model.n_positions)  # refuses blocks that are too short
+    task.train.blocks(recipe.model.n_positions)  # raises if blocks are too short
     return task
 
 
 def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path | None = None) -> None:
-    """Refuse a model that cannot be built or does not fit this machine, before any other work; takes no memory.
+    """Raise, before any other work, if a model cannot be built or does not fit this machine; allocates no weights.
 
     Args:
         recipe: with every default filled in.
         vocab_size: size of the text's tokenizer; None takes the recipe's.
-        checkpoint: of a resumed run, which needs the model that it started from for adapters only.
+        checkpoint: of a resumed run; such a run reads `model.start` only if it trains adapters.
 
     Raises:
         InputError: sizes or options that do not fit, or a model whose training needs more memory than is left.
@@ -138,7 +138,7 @@ def _check_memory(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None = None) -> PreTrainedModel:
-    """The model for this text: initialised from torch's global generator, or the model of model.start.
+    """Build the model for a text: initialised from torch's global generator, or loaded from `model.start`.
 
     Args:
         recipe: with every default filled in.
@@ -174,13 +174,13 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     if recipe.training.compile:
         attend_without_mask(model)
     if recipe.training.gradient_checkpointing:
-        # transformers 5.23 renamed it; the old name still works there, with a warning.
+        # transformers 5.23 renamed this method; the old name still works there, with a warning.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 
 def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
-    """A new model of the sizes in a recipe, or of the model it starts from, with random weights."""
+    """A model with random weights, in the sizes of the recipe or of the model that it starts from."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None
@@ -188,7 +188,7 @@ def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> 
         return AutoModelForCausalLM.from_config(read_config(folder))
     for name in model.config:
         if name in inspect.signature(create_config).parameters:
-            raise InputError(f"model.config.{name}: given, but it is not decided there; leave it out")
+            raise InputError(f"model.config.{name}: given, but another field of the recipe decides it; leave it out")
     return create_model(
         model.architecture,
         vocab_size=vocab_size,
@@ -198,7 +198,7 @@ def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> 
 
 
 def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | TaskText) -> BlockOrder:
-    """All blocks the run reads, on all devices, from the first step to the last."""
+    """The order of all blocks that a run reads, on all devices, from the first step to the last."""
     blocks = text.train.blocks(recipe.model.n_positions)
     if remark := packing_remark(recipe, model):
         warnings.warn(remark, stacklevel=2)
@@ -211,10 +211,9 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
 
 
 def packing_remark(recipe: Recipe, model: PreTrainedModel) -> str | None:
-    """A warning if the model cannot tell the documents of a block apart, else None."""
-    if not is_task(recipe.data.name) and (unread := _unread(model)):
-        names = ", ".join(unread)
-        return f"{recipe.model.architecture} does not take {names}: documents packed into one block see each other"
+    """A warning if the model reads across document borders inside a block, else None."""
+    if not is_task(recipe.data.name) and _unread(model):
+        return f"{recipe.model.architecture} reads across document borders inside a block"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Gradients that travel between devices as int8, in blocks of 128 with one scale each."""
+"""Averages gradients over devices in int8: blocks of 128 numbers with one scale each."""
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,9 @@ from multilin.ops.int8 import BLOCK, Rounded, dequantize_blocks, quantize_blocks
 def mean_in_int8(gradient: Tensor) -> Tensor:
     """The mean of a flat gradient over all devices; all devices end with the same bits.
 
-    Every device sends each other device its share of the gradient as int8, sums the shares it gets in float32, and
-    sends the rounded mean back to all. So each number crosses the wire twice in each direction, as in a ring of
-    float32, with 1.03 bytes instead of 4, whatever the number of devices.
+    Each device averages one share of the gradient: it receives this share from all devices as int8, averages in
+    float32, and sends the rounded mean to all. Each number is sent and received twice, as in a ring all-reduce, but
+    takes 1.03 bytes instead of 4, whatever the number of devices.
     """
     world = dist.get_world_size()
     share = -(-gradient.numel() // (world * BLOCK)) * BLOCK
@@ -32,19 +32,19 @@ def _exchange(part: Tensor) -> Tensor:
 
 def _gather(part: Tensor) -> Tensor:
     whole = part.new_empty((dist.get_world_size() * len(part), *part.shape[1:]))
-    # torch 2.13 renamed it; the old name still works there, with a warning.
+    # torch 2.13 renamed this function; the old name still works there, with a warning.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, part.contiguous())
     return whole
 
 
 def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """DistributedDataParallel's communication hook: `model.register_comm_hook(None, average)`."""
+    """Average a bucket of gradients in int8; a hook for DDP: `model.register_comm_hook(None, average)`."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(mean_in_int8(bucket.buffer()))
     return future
 
 
 def compress_gradients(model: DistributedDataParallel) -> None:
-    """Have a model send its gradients as int8."""
+    """Make a model exchange its gradients as int8."""
     model.register_comm_hook(None, average)

@@ -1,21 +1,21 @@
-"""What launchers say in the environment: which of how many processes this is. Imports nothing that takes long."""
+"""Reads launchers' variables: the rank of this process and the number of processes. Imports quickly."""
 
 import os
 
 from multilin.errors import InputError, listed, shown
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun, accelerate and Ray set all
-_ONE = {  # values that one process alone has too
+_ONE = {  # the largest value that a single process has
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "PMI_SIZE": 1, "OMPI_COMM_WORLD_SIZE": 1, "MV2_COMM_WORLD_SIZE": 1
 }  # fmt: skip
 _NUMBERS = (*_ONE, "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
 
 def num_processes() -> int:
-    """How many processes train together, as torchrun, accelerate launch or Ray has started them.
+    """Number of processes that train together, started by torchrun, `accelerate launch` or Ray; 1 without them.
 
     Raises:
-        InputError: the environment holds a part of what they set, or values that they do not set.
+        InputError: only some of a launcher's variables are set, or they have values that no launcher sets.
     """
     numbers = {name: _number(name) for name in _NUMBERS}
     if is_launched():
@@ -27,19 +27,19 @@ def num_processes() -> int:
             missing = [other for other in _LAUNCHER if not _is_given(other)]
             raise InputError(
                 f"{name}: {numbers[name]} in the environment says that this is one of several processes, but "
-                f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not set; start them with torchrun, or "
-                f"unset {name}"
+                f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not set; start all processes with "
+                f"torchrun, or unset {name}"
             )
     return 1
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process, alone or with others."""
+    """Whether a launcher started this process, alone or with others."""
     return all(map(_is_given, _LAUNCHER))
 
 
 def left_over() -> list[str]:
-    """The variables of launchers that are set though no launcher has started this process, or that are empty.
+    """The launchers' variables that are set although no launcher started this process, or that are empty.
 
     Raises:
         InputError: see `num_processes`.
@@ -49,10 +49,10 @@ def left_over() -> list[str]:
 
 
 def drop_empty() -> None:
-    """Remove variables of launchers that are empty from the environment; transformers takes each for a number.
+    """Remove launchers' empty variables from the environment, since transformers reads each as a number.
 
     Raises:
-        InputError: one that is no number.
+        InputError: one of the others is not a number.
     """
     for name in {*_LAUNCHER, *_NUMBERS} & os.environ.keys():
         if not _is_given(name):
@@ -62,7 +62,7 @@ def drop_empty() -> None:
 
 
 def _is_given(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "-1")  # with -1, older launchers say that there is one process
+    return os.environ.get(name, "") not in ("", "-1")  # older launchers set -1 for a single process
 
 
 def _number(name: str) -> int:

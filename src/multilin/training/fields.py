@@ -1,10 +1,10 @@
-"""Fields of a recipe as nested or dotted dictionaries: one over another, in a file or as flags."""
+"""Merges fields of recipes, as nested dictionaries (in files) or dictionaries of dotted names (as flags)."""
 
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_DEPENDENT: dict[str, tuple[str, ...]] = {  # field to the fields that were given for its current value
+_DEPENDENT: dict[str, tuple[str, ...]] = {  # a field, to the fields that are dropped when it changes
     "model.architecture": ("model.options", "model.layers", "model.config", "optimizer.learning_rate"),
     "model.layers": ("model.options", "model.num_layers"),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
@@ -20,13 +20,13 @@ _DEPENDENT: dict[str, tuple[str, ...]] = {  # field to the fields that were give
     "training.max_steps": ("training.minutes",),
     "training.minutes": ("training.max_steps",),
 }
-_OF_ARCHITECTURE = ("optimizer.name", "schedule.name")  # where they are not given, the architecture decides
+_OF_ARCHITECTURE = ("optimizer.name", "schedule.name")  # the architecture decides these if they are not given
 
 Values = dict[str, Any]
 
 
 def get(values: Mapping[str, Any], dotted: str) -> Any:
-    """The value of a dotted name; None where there is none."""
+    """The value of a dotted name, or None if there is none."""
     inner: Any = values
     for part in dotted.split("."):
         inner = inner.get(part) if isinstance(inner, Mapping) else None
@@ -34,7 +34,7 @@ def get(values: Mapping[str, Any], dotted: str) -> Any:
 
 
 def put(values: Values, dotted: str, value: Any) -> None:
-    """Set a dotted name in nested values, in place; sections are made where there are none."""
+    """Set a dotted name in nested values, in place; missing sections are created."""
     *sections, name = dotted.split(".")
     for section in sections:
         held = values.get(section)
@@ -44,7 +44,7 @@ def put(values: Values, dotted: str, value: Any) -> None:
 
 
 def nest(values: Mapping[str, Any]) -> Values:
-    """Dotted names as nested dictionaries."""
+    """Turn dotted names into nested dictionaries."""
     result: Values = {}
     for dotted, value in values.items():
         for part in reversed(str(dotted).split(".")):
@@ -54,7 +54,7 @@ def nest(values: Mapping[str, Any]) -> Values:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Values:
-    """Nested dictionaries as dotted names."""
+    """Turn nested dictionaries into dotted names."""
     flat: Values = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -62,25 +62,25 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Values:
 
 
 def merge(values: Values, other: Mapping[str, Any]) -> Values:
-    """Nested values with another's over them, see `without_replaced`."""
+    """Nested values overridden by `other`, without the fields that `without_replaced` drops."""
     return overlay(without_replaced(values, other), other)
 
 
 def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Values:
-    """A copy of nested values without the fields that depended on a choice which changes under another's.
+    """A copy of nested values without the fields that depend on a choice which `other` changes.
 
     Args:
-        values: with an architecture, of their own or by default, they count as a complete recipe, in which a choice
-            that is not given is none.
-        other: nested values that will be put over them.
-        defaults: nested values of choices that are not given.
+        values: nested values. With an architecture, given or by default, they count as a complete recipe, in which a
+            missing choice is None.
+        other: nested values that will override them.
+        defaults: nested values of choices that `values` leaves out.
     """
     kept, whole = copy.deepcopy(values), overlay(defaults or {}, values)
     is_whole = get(whole, "model.architecture") is not None
     for name, dependent in _DEPENDENT.items():
         choice, before = get(other, name), get(whole, name)
         if name == "model.architecture" and get(whole, "model.layers") is not None:
-            before = None  # the layers say which they are
+            before = None  # listed layers decide instead
         is_known = before is not None or (is_whole and name not in _OF_ARCHITECTURE)
         if choice is not None and choice != before and is_known:
             kept = without(kept, dependent)
@@ -88,7 +88,7 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
 
 
 def without(values: Values, names: Iterable[str]) -> Values:
-    """A copy of nested values without these dotted fields of sections."""
+    """A copy of nested values without these fields, named `section.field`."""
     kept = copy.deepcopy(values)
     for dotted in names:
         section, field = dotted.split(".")
@@ -98,7 +98,7 @@ def without(values: Values, names: Iterable[str]) -> Values:
 
 
 def overlay(values: Any, other: Mapping[str, Any]) -> Values:
-    """Nested values with another's over them."""
+    """Nested values overridden by `other`."""
     below = values if isinstance(values, Mapping) else {}
     inner = {name: overlay(below.get(name), v) if isinstance(v, Mapping) else v for name, v in other.items()}
     return {**below, **inner}

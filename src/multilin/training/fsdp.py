@@ -1,8 +1,7 @@
-"""A model whose weights, gradients and optimizer are divided among devices (FSDP2), and its checkpoints (DCP).
+"""Divides a model's weights, gradients and optimizer among devices (FSDP2), and writes its checkpoints (DCP).
 
-Every layer is gathered before it computes, so its operators see whole tensors, and divided again afterwards. Each
-tensor is divided by rows (dimension 0). A checkpoint is safetensors files, one of every process, which any number of
-processes reads.
+Each layer is gathered before it computes, so its operators see whole tensors, and divided again afterwards. Tensors are
+divided by rows (dimension 0). A checkpoint has one safetensors file per process; any number of processes can read it.
 """
 
 import functools
@@ -30,35 +29,35 @@ from multilin.model.factory import layers_of
 from multilin.runs import checkpoints
 from multilin.training.settings import TrainingRecipe
 
-SHARDS = "shards"  # folder of a checkpoint
+SHARDS = "shards"  # folder in a checkpoint
 
 
 def check_shard(plan: TrainingRecipe) -> None:
     """Refuse settings that do not work with a sharded model.
 
     Raises:
-        InputError: the first such setting.
+        InputError: names the first such setting.
     """
     whole = TrainingRecipe()
     for name in ("communication", "lora", "compile"):
         if plan.shard != "none" and (value := getattr(plan, name)) != getattr(whole, name):
             given = "adapters" if name == "lora" else repr(value)
             raise InputError(
-                f"training.{name}: {given} given with training.shard {plan.shard!r}, which takes "
+                f"training.{name}: {given} given, but training.shard {plan.shard!r} works with "
                 f"{getattr(whole, name)!r} only"
             )
 
 
 def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[..., torch.Tensor]) -> None:
-    """Divide every layer, and the rest of the model, among all processes, in place; all begin with equal weights.
+    """Divide every layer, and the rest of the model, among all processes, in place.
 
-    Weights are gathered, and gradients summed, in float32: norms take no bf16 weights beside float32 inputs. Autocast
-    makes matrix products bf16, as without sharding, and the numbers are the same.
+    Weights are gathered, and gradients summed, in float32, since norms do not accept bf16 weights with float32 inputs.
+    Autocast computes matrix products in bf16, as without sharding, with the same results.
 
     Args:
-        model: on this process as a whole.
+        model: the whole model, with the same weights in every process.
         device: to compute on.
-        methods: functions of the model, which it gets as methods of these names, to be called instead of it.
+        methods: functions of the model; they become its methods, which gather its weights as its forward does.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in layers_of(model):
@@ -66,7 +65,7 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
     fully_shard(model, mesh=mesh)
     for name, function in methods.items():
         setattr(model, name, functools.partial(function, model))
-    for name in ("token_losses", *methods):  # validation calls the first instead of the model
+    for name in ("token_losses", *methods):  # validation calls token_losses, not forward
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
 
@@ -74,11 +73,11 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
 class ShardWriter:
     """Writes this process's parts of the model and of the optimizer in the background; every process has one.
 
-    A copy of the parts stays in host memory from one checkpoint to the next: new memory would take longer than copying.
+    Each copy reuses the host memory of the one before, since allocating memory takes longer than copying.
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")  # the processes confer in the background, apart from training
+        self._group = dist.new_group(backend="gloo")  # processes coordinate here while training uses its own group
         self._copies: dict[str, torch.Tensor] = {}
 
     def copy(self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -100,7 +99,7 @@ class ShardWriter:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the host for what this process holds of a tensor, described as part of the same whole."""
+    """Host memory for this process's part of a tensor, with the same DTensor layout."""
     part = _own_part(tensor)
     memory = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
     # Not DTensor.from_local, which would move it to the device of the mesh.
@@ -118,7 +117,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         InputError: the checkpoint is damaged, or belongs to another model or optimizer.
     """
-    distributed.get_optimizer_state_dict(model, optimizer)  # a new optimizer has no tensors before it is asked
+    distributed.get_optimizer_state_dict(model, optimizer)  # creates a new optimizer's tensors
     tensors, groups = _parts(model, optimizer)
     with checkpoints.loading(folder / "optimizer.json"):
         saved = checkpoints.read_groups(folder)
@@ -131,7 +130,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         try:
             warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: one process is enough
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # no Exception, but it holds one of every process that failed
+        except CheckpointException as error:  # not an Exception; it holds one per failed process
             raise next(reason for reason, _ in error.failures.values()) from None
     for own, group in zip(optimizer.param_groups, saved, strict=True):
         own.update({name: value for name, value in group.items() if name != "params"})
@@ -139,7 +138,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups by name."""
-    # Without non-persistent buffers. The call also reshards parameters that validation left gathered.
+    # The call leaves out non-persistent buffers, and reshards parameters that validation left gathered.
     kept = model.state_dict().keys()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": tensor for name, tensor in own_tensors(model).items() if name in kept}
@@ -152,5 +151,5 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once; the state dict has tied parameters twice."""
+    """Parameters and buffers by name, each once; a state dict has tied parameters twice."""
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))

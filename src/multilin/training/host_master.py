@@ -1,4 +1,4 @@
-"""Float weights and optimizer in host memory; the device that trains holds int8 copies of the matrices."""
+"""Keeps float weights and the optimizer in host memory, and int8 copies of the matrices on the training device."""
 
 import copy
 import functools
@@ -16,19 +16,19 @@ from multilin.training.settings import TrainingRecipe
 
 
 class HostMaster:
-    """A model in host memory, to be changed by an optimizer there, and its copy on a device, which computes gradients.
+    """A model in host memory, which an optimizer changes, and its copy on a device, which computes gradients.
 
-    Of every matrix of the layers the device holds int8 values and one scale. All other parameters (embedding, output,
-    norms, biases) are floats on both sides. A gradient leaves the device as soon as it is complete, in int8 blocks of
-    128 with one scale each (vectors as floats), and is added up in host memory; so the device holds one at a time.
+    For every matrix of the layers the device holds int8 values and one scale. All other parameters (embedding, output,
+    norms, biases) are floats on both sides. A gradient is sent to the host as soon as it is complete, in int8 blocks of
+    128 with one scale each (vectors as floats), and summed there. So the device holds one gradient at a time.
 
     Attributes:
-        model: the floats.
-        copy: on the device, with the same names of parameters; those of matrices have a shape and no numbers.
+        model: the float model in host memory.
+        copy: the model on the device, with the same parameter names; matrix parameters have a shape but no numbers.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
-        """Set up the copy of a model with int8 products."""
+        """Create the copy on the device; the model computes int8 products."""
         self.model, self.device = model, torch.device(device)
         in_int8 = {id(module.weight) for module in matrix_modules(model)}
         self.copy = self._copy_without(in_int8)
@@ -50,7 +50,7 @@ class HostMaster:
         return tensor.cpu()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """After each step of an optimizer of `model`, clear its gradients and renew the copy."""
+        """After each step of an optimizer of `model`, clear the gradients and update the copy."""
 
         def renew(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -60,7 +60,7 @@ class HostMaster:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Renew the copy."""
+        """Copy the current weights to the device."""
         for module, copied_module in self._matrices:
             rounded, held = self._send_matrix(module), copied_module.matrix()
             assert isinstance(held, Rounded)
@@ -81,7 +81,7 @@ class HostMaster:
             else:
                 numbers = self.to_device(parameter.detach()).clone()
             made[id(parameter)] = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
-        # deepcopy takes these for copies that it made already; the config is one for both.
+        # deepcopy treats these objects as copied already; both models share the config.
         return copy.deepcopy(self.model, made)
 
     def _bring_gradient(self, parameter: Tensor, copied: Tensor) -> None:
@@ -96,21 +96,21 @@ class HostMaster:
 
 
 def check_host_master(plan: TrainingRecipe, device: torch.device) -> None:
-    """Refuse settings and machines with which the float weights cannot stay in host memory.
+    """Raise for settings and machines with which the float weights cannot stay in host memory.
 
     Raises:
         InputError: the layers' matrices are not int8, or there is more than one device.
     """
     if plan.precision != "int8":
         raise InputError(
-            f"training.master: 'host' given with training.precision {plan.precision!r}, but only int8 takes it: what "
-            "travels to the device is int8"
+            f"training.master: 'host' given with training.precision {plan.precision!r}, but it works only with the "
+            "precision int8"
         )
     if (count := max(world_size(), torch.accelerator.device_count())) > 1:
         raise InputError(f"training.master: 'host' given on {count} devices, but it takes one process with one device")
     if device.type == "cpu":
         warnings.warn(
-            "training.master: 'host' saves memory of a GPU, and there is none here: it only costs time and rounds the "
-            "gradients",
+            "training.master: 'host' saves memory of a GPU, but this machine has none: it only costs time and "
+            "rounds the gradients",
             stacklevel=3,
         )

@@ -78,21 +78,21 @@ def train(
 ) -> RunResult:
     """Train the model that a recipe describes, and write the run to its output folder.
 
-    Under torchrun or `accelerate launch` every process calls this and they train together. What a step reads and draws
-    at random does not depend on their number, so a run may continue with more or fewer of them. When torchrun starts
-    them again, because one has died, they continue from the last checkpoint.
+    Under torchrun or `accelerate launch` every process calls this and they train together. The text and the random
+    numbers of a step do not depend on the number of processes, so a run may continue with more or fewer. When torchrun
+    restarts all processes because one has died, they continue from the last checkpoint.
 
     Args:
         recipe: what to train, on what, how, and where to.
         resume: continue the run in the output folder from its last checkpoint.
         overwrite: replace the run in the output folder.
-        progress: told of everything the run does, in the main process; None shows nothing.
+        progress: receives the progress of the run, in the main process; None shows nothing.
         before_step: called with the number of each step, from 1, and the model, in every process.
         began: `time.monotonic()` when the recipe's `training.minutes` began; now by default.
 
     Raises:
         InputError: the recipe, the text or the output folder cannot be used; nothing was written.
-        TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint stands.
+        TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint is kept.
         TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
     """
     began = time.monotonic() if began is None else began
@@ -103,7 +103,7 @@ def train(
         if were_restarted():
             resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
             overwrite = overwrite and not resume
-            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # they may be more or fewer now
+            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # their number may differ
         if recipe.training.master == "host":
             check_host_master(recipe.training, device)
         if progress is None or rank() != 0:
@@ -146,8 +146,8 @@ def train(
 class _Run:
     """All that the steps of a run need.
 
-    model: computes the gradients. master: the module that the optimizer changes; another one with `master: host`.
-    loss: of the model, as it is compiled and shared out among processes.
+    model: computes the gradients. master: the module that the optimizer changes; not the model with `master: host`.
+    loss: the loss of the model, compiled and distributed among processes.
     step: number of the last step that was made.
     is_finished: whether that was the last step of the run.
     """
@@ -294,7 +294,7 @@ def _set_rates(run: _Run) -> float:
 
 
 def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
-    """Loss and gradient norm of a step, and whether it is to be applied; one that would spoil the weights is not.
+    """Loss and gradient norm of a step, and whether to apply it; a step that is not finite would spoil the weights.
 
     Raises:
         TrainingFailed: the loss or the gradient is not finite, and the recipe does not skip such steps.
@@ -310,8 +310,8 @@ def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm
             name, value = ("gradient norm", step_norm) if math.isfinite(step_loss) else ("loss", step_loss)
             raise TrainingFailed(f"the {name} of step {step} is {value}{place}, {where}")
         warnings.warn(
-            f"the loss or the gradient of step {step} is not finite, {where}{place}: this step and others like it are "
-            "left out, and counted as skipped_steps in metrics.jsonl",
+            f"the loss or the gradient of step {step} is not finite, {where}{place}: such steps are skipped, and "
+            "counted as skipped_steps in metrics.jsonl",
             stacklevel=2,
         )
     is_applied = not in_any_process(not is_finite) if skips else True
@@ -319,7 +319,7 @@ def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm
 
 
 def _follow_step(run: _Run, stop: StopRequest, figures: dict[str, float]) -> bool:
-    """Log, validate and save where they are due after a step; the result is whether a signal asks for a stop."""
+    """Log, validate and save if due after a step; the result is whether a signal asks for a stop."""
     step, plan, limit = run.step, run.recipe.training, run.limit
     if limit is not None:
         limit.advance(step)
@@ -400,28 +400,28 @@ def _finish(run: _Run) -> RunResult:
 
 
 def _warn_of_few_steps(recipe: Recipe, steps: int) -> None:
-    """Say so where the clock ended a run before its learning rate had risen to its peak."""
+    """Warn if the time limit ended a run before its learning rate reached its peak."""
     minutes, warmup_steps = recipe.training.minutes, recipe.schedule.warmup_steps or 0
     if minutes is not None and steps <= warmup_steps and steps < recipe.training.num_steps:
         warnings.warn(
-            f"training.minutes: {minutes:g} were enough for {plural(steps, 'step')} only, and the learning rate rises "
-            f"for {warmup_steps} (schedule.warmup_steps); give more minutes, or a smaller model or batch",
+            f"training.minutes: {minutes:g} were enough for {plural(steps, 'step')} only, but the learning rate rises "
+            f"for {warmup_steps} steps (schedule.warmup_steps); give more minutes, or a smaller model or batch",
             stacklevel=4,
         )
 
 
 def _interrupted(run: _Run, stop: StopRequest) -> TrainingInterrupted:
     again = f"`{shlex.join(['multilin', 'train', str(run.folder.path), '--resume'])}`"
-    advice = f"its checkpoint is saved, and {again} continues there"
+    advice = f"its checkpoint is saved, and {again} continues the run"
     if run.folder.last_checkpoint() is None:
-        advice = f"no checkpoint was saved, as every step was left out; {again} begins anew"
+        advice = f"no checkpoint was saved, as every step was skipped; {again} starts again"
     # The signal may have reached another process only.
     return TrainingInterrupted(f"stopped after {run.place}; {advice}", stop.signal_number or signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def _opened(folder: RunFolder, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[Path | None]:
-    """Keep the folder for this run alone; the result, in every process, is the checkpoint to continue from."""
+    """Lock the folder for this run; the block gets, in every process, the checkpoint to continue from."""
     with contextlib.ExitStack() as stack:
         step = 0
         if rank() == 0:
@@ -445,11 +445,11 @@ def _main_process_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
-    """Say of every failure of a run which checkpoint there is."""
+    """Turn each failure of a run into one sentence, which also says which checkpoint there is."""
 
     def where() -> str:
         last = folder.last_checkpoint()
-        return f"the checkpoint of step {checkpoint_step(last)} stands" if last else "no checkpoint was saved yet"
+        return f"the checkpoint of step {checkpoint_step(last)} is kept" if last else "no checkpoint was saved yet"
 
     try:
         yield
@@ -464,5 +464,5 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
             raise
         raise TrainingFailed(
             f"the run in {folder.path} stopped, as another of its processes has ended; {where()}, and --resume "
-            "continues there"
+            "continues the run"
         ) from error

@@ -1,4 +1,4 @@
-"""How well a causal language model predicts a text, in numbers that can be compared across tokenizers; and answers."""
+"""Scores causal language models: loss and bits per byte on a text, accuracy on the answers of a task."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 
 def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor) -> Tensor:
-    """(B, T - 1) float32: -ln p of every token but the first, given the tokens before it in its row.
+    """The loss -ln p of every token but the first, given the tokens before it in its row: (B, T - 1) float32.
 
     A model with a method `token_losses` computes them itself: it can keep packed documents apart and needs no memory
     for all logits. For any other model the logits are turned into losses row by row.
@@ -90,8 +90,8 @@ def read_blocks(
 ) -> Iterator[Scored]:
     """The losses of a packed text, a batch at a time; each block is read from its own start.
 
-    Each token is given the tokens before it in its block that belong to its document; where a model does not pack,
-    and in models of transformers, all of them.
+    The context of a token is the earlier tokens of its document in the block. For a model that cannot separate packed
+    documents, and for models of transformers, it is all earlier tokens.
 
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.
@@ -138,7 +138,7 @@ def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:
 
 
 def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[int]:
-    """Evenly spaced numbers below `count` of blocks with at least `max_tokens` scored tokens; with None, all."""
+    """Evenly spaced block numbers below `count`, enough for `max_tokens` scored tokens; all numbers for None."""
     wanted = count if max_tokens is None else max(1, math.ceil(max_tokens / (block_size - 1)))
     if wanted >= count:
         return list(range(count))
@@ -146,13 +146,13 @@ def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[i
 
 
 def summarise(nats: float, tokens: int, size: int) -> Evaluation:
-    """The score of `tokens` tokens, which stand for `size` bytes and whose losses sum up to `nats`.
+    """The score of `tokens` tokens that stand for `size` bytes and have a total loss of `nats`.
 
     Raises:
-        InputError: there is no token.
+        InputError: there is no token to score.
     """
     if tokens == 0 or size == 0:
-        raise InputError("there is no token to score: the text holds nothing but document starts")
+        raise InputError("there is no token to score: the text holds only document starts")
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return Evaluation(loss, perplexity, nats / math.log(2) / size, tokens, size)
@@ -163,13 +163,13 @@ class Answers:
     """A model's score on the answers of a synthetic task."""
 
     loss: float  # mean nats per token of an answer
-    accuracy: float  # share of these tokens that the model finds likeliest
+    accuracy: float  # share of these tokens that get the model's highest probability
 
 
 def score_answers(
     model: PreTrainedModel, sequences: Dataset[dict[str, Tensor]], *, number: int, batch_size: int = 32
 ) -> Answers:
-    """Score a model on the first `number` sequences.
+    """Score a model on the answers in a task's first `number` sequences.
 
     Args:
         model: the model, on any device; its training mode is left as it was.

@@ -27,11 +27,11 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Time spent in the run so far, earlier sittings included."""
+        """Seconds spent in the run so far, including the time before it was resumed."""
         return self._earlier_seconds + time.perf_counter() - self._started
 
     def start(self) -> None:
-        """Start the clock of this sitting."""
+        """Start the clock, before the first step of a new or resumed run."""
         self._started = self._window_started = time.perf_counter()
 
     def end_step(self, loss: float | None) -> None:
@@ -46,15 +46,15 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside does not count against the tokens per second."""
+        """Leave the time of this block out of the tokens per second."""
         before = time.perf_counter()
         yield
         self._window_started += time.perf_counter() - before
 
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
-        """The line for this step, after which the sums begin anew.
+        """The line for this step; resets the sums.
 
-        The loss is the mean over devices; if every step was skipped, it is the loss of the last line, or None.
+        The loss is the mean over steps and devices; if all steps were skipped, it repeats the last line's, or is None.
         """
         if self.loss_steps:
             self.last_loss = mean_over_processes(self.loss_sum / self.loss_steps)
@@ -72,7 +72,7 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to continue from on any number of devices, as plain data; called in every process."""
+        """The meter's state as plain data, for any number of devices; every process calls this."""
         sums = {name: getattr(self, name) for name in _SUMS}
         return {"seconds": self.seconds} | sums | {"loss_sum": mean_over_processes(self.loss_sum)}
 

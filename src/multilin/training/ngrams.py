@@ -8,17 +8,17 @@ from multilin.data.prepared import MixedText, PreparedText, ShardedText, TrainTe
 from multilin.errors import InputError
 
 MAX_ORDER = 5
-MOST_SHARDS = 64  # of which n-grams are counted where not all are
+MOST_SHARDS = 64  # shards to count n-grams in, if not in all
 COUNTED_NGRAMS, PREDICTED_NGRAMS, FEWEST_PREDICTED = 200_000, 20_000, 300  # to tell whether a text is like another
 SMALL_VOCABULARY = 1000
-MUCH_UNLIKE = 1.4  # `unlikeness` of texts of one kind is 0.9 to 1.25, of two kinds 1.35 to 5
+MUCH_UNLIKE = 1.4  # measured `unlikeness`: 0.9 to 1.25 for texts of one kind, 1.35 to 5 for two kinds
 
 
 class NgramModel:
     """An n-gram model with Witten-Bell interpolation.
 
-    With c(h, w) the times token w follows the context h in the training text, N(h) = sum_w c(h, w), and T(h) the number
-    of distinct tokens that follow h,
+    With c(h, w) the number of times token w follows the context h in the training text, N(h) = sum_w c(h, w), and T(h)
+    the number of distinct tokens that follow h,
 
         p(w | h) = (c(h, w) + T(h) p(w | h')) / (N(h) + T(h)),
 
@@ -37,12 +37,12 @@ class NgramModel:
             most: n-grams to count, evenly spaced in the text; None counts all.
 
         Raises:
-            InputError: another order, or a vocabulary too large for it.
+            InputError: the order is not 1 to 5, or the vocabulary is too large for it.
         """
         self.order = order
         self.vocab_size, self.tokenizer_hash = train.description.vocab_size, train.description.tokenizer_hash
         if not 1 <= order <= MAX_ORDER:
-            raise InputError(f"order: {order} given, but n-gram models are made of order 1 to {MAX_ORDER}")
+            raise InputError(f"order: {order} given, but it should be 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
             raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
         self._count(train_ngrams(train, order, most))
@@ -77,11 +77,11 @@ class NgramModel:
     def bits_per_byte(self, validation: PackedText, most: int | None = None) -> float:
         """Bits per byte of the exact validation text under this model.
 
-        Counted as `evaluate` does: -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
-        With `most`, at most so many tokens at even distances are predicted.
+        As in `evaluate`: the sum of -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
+        With `most`, at most this many tokens, evenly spaced, are predicted.
 
         Raises:
-            InputError: the validation text is of another tokenizer than the model.
+            InputError: the validation text was packed with another tokenizer.
         """
         if self.tokenizer_hash != validation.description.tokenizer_hash:
             raise InputError("n-gram model: the training and validation text were packed with different tokenizers")
@@ -103,7 +103,7 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
     """(N, order) the n-grams that end in a text token, oldest token first.
 
     The start token is repeated before the start of a document, so that no context reaches into another document.
-    With `most`, at most so many n-grams at even distances.
+    With `most`, at most this many n-grams, evenly spaced.
     """
     ends, first = _positions(packed, most)
     columns = [packed.tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)]
@@ -113,8 +113,8 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
 def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArray[np.int64]:
     """(N, order) the n-grams of a training text, as `text_ngrams` gives them.
 
-    With `most`, evenly spaced ones of at most `MOST_SHARDS` shards, of the first one only if the text is not on this
-    machine; of a mixture in proportion to the weights.
+    With `most`, about this many, evenly spaced in at most `MOST_SHARDS` shards, or in the first one only if the text is
+    not on this machine. A mixture is counted in proportion to its weights.
     """
     if most is None:
         return np.concatenate([text_ngrams(shard, order) for shard in train.shards])
@@ -135,7 +135,7 @@ def unlikeness(text: PreparedText) -> float | None:
 
     Both are predicted by one bigram model (trigram for a small vocabulary), which counts the training text without
     every tenth piece of it: the held-out text. The result is the ratio of bits per byte, about 1 for a validation text
-    that is like the training text. None if that cannot be told, as a text is too short or not on this machine.
+    that is like the training text. None if a text is too short to tell, or not on this machine.
     """
     texts = text.train.texts if isinstance(text.train, MixedText) else [text.train]
     if any(isinstance(one, ShardedText) and one.store.local is None for one in texts):
@@ -160,7 +160,7 @@ def is_much_unlike(unlikeness: float | None) -> bool:
 
 
 def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(N,) each: positions of text tokens, at most so many, at even distances, and the starts of their documents."""
+    """(N,) each: positions of at most `most` evenly spaced text tokens, and the starts of their documents."""
     starts, wanted = packed.document_starts, min(packed.num_tokens, most or packed.num_tokens)
     ends = (np.arange(wanted) * (packed.num_tokens / max(wanted, 1))).astype(np.int64)
     first = starts[np.searchsorted(starts, ends, side="right") - 1]
@@ -169,7 +169,7 @@ def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64],
 
 
 def _look_up(keys: NDArray[np.int64], values: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The value of each wanted key, 0 where there is none; `keys` are sorted."""
+    """The value of each wanted key, 0 for a missing one; `keys` are sorted."""
     if len(keys) == 0:
         return np.zeros(len(wanted), dtype=np.int64)
     places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)

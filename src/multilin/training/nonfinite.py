@@ -1,4 +1,4 @@
-"""Where a loss or a gradient first stops being finite: a pass is repeated, and every module is watched."""
+"""Finds where a loss or a gradient first stops being finite, by repeating a pass and watching every module."""
 
 import contextlib
 import functools
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
-    """The first place of a forward and backward pass where a number is not finite, in words.
+    """Describe the first place in a forward and backward pass where a number is not finite.
 
-    Gradients of the model are left as they are. None if all is finite, or if the pass fails, which takes more memory
-    than the same pass without this.
+    The model's gradients are left as they are. None if all numbers are finite, or if the pass fails, since watching
+    takes more memory.
 
     Args:
-        model: what computes the loss; not compiled, and not divided among devices.
-        loss_of: makes the forward pass.
+        model: computes the loss; not compiled, and not divided among devices.
+        loss_of: runs the forward pass and returns the loss.
     """
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
@@ -36,16 +36,16 @@ def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | Non
     return watch.found
 
 
-# Attribute of a tensor: the modules that got it, the last of which computes its gradient.
+# Attribute of a tensor: names of the modules that received it; the last one computes its gradient.
 _RECEIVERS = "_multilin_receivers"
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # they compute nothing
 
 
 class _Watch:
-    """Notes the first module that computes a number which is not finite, in either pass.
+    """Records the first module that computes a number that is not finite, in the forward or the backward pass.
 
-    Between two modules their parent computes. A gradient that leaves a module by its input, or arrives at one of its
-    parameters, was computed by it; one that arrives at its output was computed by its parent.
+    What happens between two modules counts for their parent. A module computes the gradients of its inputs and of its
+    parameters; its parent computes the gradient of its output.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class _Watch:
             handle.remove()
 
     def note(self, name: str, direction: str) -> None:
-        """The module of this name computes numbers that are not finite, in the forward or the backward pass."""
+        """Record that the module of this name computes numbers that are not finite, unless another was first."""
         if self.found is None:
             self.found = f"first in the {direction} pass of {name or 'the loss'}"
 
@@ -77,7 +77,7 @@ class _Watch:
         return tuple(map(self._own, [name] * len(args), args)), {k: self._own(name, v) for k, v in kwargs.items()}
 
     def _own(self, name: str, value: Any) -> Any:
-        """A copy, whose gradient is the module's part alone, of an input that has a gradient."""
+        """The value; an input with a gradient is copied, so that the copy's gradient is this module's part alone."""
         if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
             return value
         copied = value.clone()
@@ -92,19 +92,19 @@ class _Watch:
                 self._follow(tensor, self._parent(name))
 
     def _parent(self, name: str) -> str:
-        """The module that has the module or parameter of this name, and calls it."""
+        """The name of the module that contains, and calls, the module or parameter of this name."""
         parent = name.rpartition(".")[0]
         return self._parent(parent) if parent in self._lists else parent
 
     def _follow(self, tensor: Tensor, name: str) -> None:
-        """Watch the gradient of a tensor, which the module of this name computes, as the last to get the tensor."""
+        """Watch the gradient of a tensor; the module of this name, the last to receive the tensor, computes it."""
         if not hasattr(tensor, _RECEIVERS):
             setattr(tensor, _RECEIVERS, receivers := list[str]())
             self._look_at_gradient(tensor, receivers)
         getattr(tensor, _RECEIVERS).append(name)
 
     def _look_at_gradient(self, tensor: Tensor, names: list[str]) -> Any:
-        """Note the last of these modules if the tensor's gradient, which it computes, is not finite."""
+        """If the tensor's gradient is not finite, record the last of these modules, which computes it."""
 
         def look(gradient: Tensor) -> None:
             if not _is_finite(gradient):
@@ -114,7 +114,7 @@ class _Watch:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of floats in what a module takes or returns."""
+    """The float tensors in the inputs or outputs of a module."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

@@ -1,4 +1,4 @@
-"""The order in which training reads its blocks: known for every step, before and after a stop."""
+"""The order in which training reads its blocks; it follows from the seed, so a resumed run continues exactly."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from multilin.data.prepared import ConcatBlocks, MixedBlocks
 from multilin.data.tasks import TaskBlocks
 
 WINDOW = 1000
-"""Blocks among which every text has its share."""
+"""Number of consecutive blocks in which every text of a mixture has its share."""
 
 
 class BlockOrder(Dataset[dict[str, torch.Tensor]]):
     """All blocks a run reads, from the first to the last: one freshly shuffled pass over the text after another.
 
-    Position p holds the same block whatever was read before, on however many devices, so that a run resumes at
-    the exact batch by skipping positions. A batch may reach from one pass into the next; none is ever short.
+    Position p holds the same block whatever was read before, on any number of devices, so that a run resumes at the
+    exact batch by skipping positions. A batch may reach into the next pass; no batch is ever short.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
 class MixedOrder(BlockOrder):
     """A BlockOrder of a mixture of texts, in proportion to their weights.
 
-    Every `WINDOW` positions hold each text in proportion to its weight, rounded and at least once, in an order that
-    follows from the seed. The blocks of one text come in the BlockOrder of that text, so a text with few blocks for
-    its weight begins again before another text has ended.
+    Every `WINDOW` positions hold blocks of each text in proportion to its weight (rounded, at least one), in an order
+    that follows from the seed. Each text has its own BlockOrder, so a text with few blocks for its weight begins again
+    before another text has ended.
     """
 
     def __init__(self, blocks: MixedBlocks, *, seed: int, length: int, fields: Sequence[str]) -> None:

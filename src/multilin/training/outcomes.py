@@ -1,4 +1,4 @@
-"""The ends of a run: a result, a signal, or a failure that one sentence explains."""
+"""How a run ends: with a result, by a signal, or with a failure that one sentence explains."""
 
 import dataclasses
 import signal
@@ -14,12 +14,12 @@ class RunResult:
 
     Attributes:
         output: the run folder; `AutoModelForCausalLM.from_pretrained(output)` loads the model.
-        steps, tokens: optimizer steps taken and training tokens read, all sittings of the run together.
-        seconds: time spent, all sittings together.
+        steps, tokens: optimizer steps taken and training tokens read, over the whole run.
+        seconds: time spent, over the whole run.
         loss: mean training loss over the steps of the last line of metrics.jsonl, in nats per token
             (with label smoothing, if any).
         validation_loss, validation_bits_per_byte: after the last step, in nats per token and bits per byte of text
-            (not a number for a task).
+            (NaN for a task).
         validation_accuracy: of a task, the share of right answers; None for a text.
         model, tokenizer: as trained, the model in evaluation mode.
     """
@@ -44,17 +44,17 @@ class TrainingInterrupted(Exception):
     """The error for a run that a signal ended after a checkpoint; its message says how to resume.
 
     Attributes:
-        exit_code: the status of a program that this signal ended, as shells expect it: 130 for SIGINT, 143 for SIGTERM.
+        exit_code: the exit status that shells expect after this signal: 130 for SIGINT, 143 for SIGTERM.
     """
 
-    # The default is for pickle, which makes an exception of its message alone and then sets its attributes.
+    # The default is for pickle, which creates an exception from its message alone and then sets its attributes.
     def __init__(self, message: str, signal_number: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
 
 
 class StopRequest:
-    """Context in which SIGINT and SIGTERM do not end the program but are kept in `signal_number`, to end the run.
+    """Context in which SIGINT and SIGTERM do not end the program, but are recorded in `signal_number` to end the run.
 
     A second signal acts as usual, for users who cannot wait for the step and its checkpoint. Python delivers signals
     to the main thread only; in other threads the context does nothing.

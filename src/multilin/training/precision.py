@@ -1,4 +1,4 @@
-"""Which number formats training computes in."""
+"""The number formats that training computes in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +27,10 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 @contextmanager
 def tf32_beside_bf16(precision: str) -> Iterator[None]:
-    """Inside, a GPU multiplies what stays float32 beside autocast in tf32, which has more digits than bf16.
+    """While autocast uses bf16, let a GPU multiply the remaining float32 matrices in tf32, which has more digits.
 
-    For training in float32 PyTorch's setting stays as it is.
-    What was set by PyTorch's newer settings stays, too: it has no name among those that are changed here.
+    Training in float32 keeps PyTorch's setting. A value set by PyTorch's newer `fp32_precision` is kept too, since the
+    function used here could not restore it.
     """
     mkldnn: Any = torch.backends.mkldnn
     settings: list[Any] = [torch.backends, torch.backends.cuda.matmul, mkldnn.matmul]
@@ -50,10 +50,10 @@ def tf32_beside_bf16(precision: str) -> Iterator[None]:
 
 
 def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
-    """Have the model multiply as the recipe says.
+    """Set the arithmetic of the model's matrix products as the recipe says.
 
     Raises:
-        InputError: int8 or simulated rounding for a model that offers neither.
+        InputError: the recipe asks for int8 or simulated rounding, and the model offers neither.
     """
     uses_int8 = plan.precision == "int8"
     if not uses_int8 and plan.quantization == "none" and not getattr(model.config, "arithmetic", None):
@@ -74,7 +74,7 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
 
 
 def has_bf16(device: str | None = None) -> bool:
-    """Whether a kind of device multiplies bfloat16 matrices natively: "cuda" or "cpu", None is what trains here."""
+    """Whether a kind of device ("cuda" or "cpu"; None: the one that trains here) multiplies bfloat16 natively."""
     if (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()

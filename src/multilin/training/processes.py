@@ -1,4 +1,4 @@
-"""The processes that train together, as torchrun, `accelerate launch` and Ray start them, and their environment."""
+"""Connects the processes that train together, started by torchrun, `accelerate launch` or Ray."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from multilin.training.environment import is_launched, left_over, num_processes
 from multilin.training.precision import resolve_precision
 from multilin.training.settings import TrainingRecipe
 
-# What accelerate and transformers read besides launchers' variables: settings of a run, trackers of a cluster.
+# Beginnings of other variables that accelerate and transformers read; they would override the recipe.
 _HIDDEN = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "KUBEFLOW_", "FORK_LAUNCHED")
 _OFF, _ON = ("no", "false", "f", "n", "off", "0", "none", ""), ("yes", "true", "t", "y", "on", "1")
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
@@ -24,7 +24,7 @@ _DEVICE = "ACCELERATE_TORCH_DEVICE"
 def accelerator_or_cpu() -> torch.device:
     """The accelerator that this machine has, or the CPU.
 
-    Unasked, PyTorch names the one that it was built for, and the builds that pip takes on Linux are for CUDA.
+    Without `check_available`, PyTorch returns the one it was built for: CUDA, in the builds that pip installs on Linux.
     """
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
@@ -32,19 +32,19 @@ def accelerator_or_cpu() -> torch.device:
 def join_processes() -> torch.device:
     """Connect to the other processes of the run, if there are any; the result is the device of this process.
 
-    The store in which the processes of a node find each other outlives them, so those that torchrun starts again need
-    names of their own in it: https://github.com/pytorch/pytorch/issues/135712. Over several nodes their count of starts
-    may differ; torchrun must be told to make a new store there (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+    The store in which the processes of a node find each other outlives them, so processes that torchrun restarts use
+    new names in it: https://github.com/pytorch/pytorch/issues/135712. On several nodes the counts of restarts may
+    differ; torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there, which makes a new store.
 
     Raises:
-        InputError: the others cannot be reached.
+        InputError: the other processes cannot be reached.
     """
     device = accelerator_or_cpu()
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if num_processes() > 1 and not dist.is_initialized():
-        place = "MASTER_ADDR: the processes do not find each other there"
+        place = "MASTER_ADDR: the processes cannot reach each other there"
         with as_input_error(lambda reason: f"{place} ({reason})", dist.DistError):
             store, number, size = next(rendezvous("env://"))
             if _restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -65,7 +65,7 @@ def rank() -> int:
 
 
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Wait until every process has called this."""
     if world_size() > 1:
         dist.barrier()
 
@@ -103,12 +103,12 @@ def _restarts() -> int:
 
 @contextlib.contextmanager
 def recipe_decides(plan: TrainingRecipe) -> Iterator[None]:
-    """Inside, transformers finds nothing in the environment but which process of a launcher this is.
+    """Hide environment variables that transformers would follow instead of the recipe; launchers' variables stay.
 
-    Warns of each variable that asks for something else than the recipe.
+    Warns of each variable that contradicts the recipe.
 
     Raises:
-        InputError: what launchers set is there in part, see `num_processes`.
+        InputError: only some of a launcher's variables are set, see `num_processes`.
     """
     hidden = {name: os.environ.pop(name) for name in left_over()}
     try:
@@ -141,6 +141,6 @@ def _overruled(plan: TrainingRecipe) -> Iterator[str]:
     for name, value in asked.items():
         if value.removesuffix(":0") not in ("", device):
             yield f"{name}={os.environ[name]} in the environment is ignored: training runs on {device}"
-    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # read before anything can be done
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # read before we could hide them
         if device == "cuda" and is_float32 and os.environ.get(name, "0") != "0":
             yield f"{name}={os.environ[name]} in the environment multiplies float32 matrices in tf32; unset it"

@@ -17,13 +17,13 @@ class TrainingProgress:
         """Something a user should know, in one line."""
 
     def ahead(self, seconds: Callable[[float], float]) -> None:
-        """Other runs follow the next one: how long they all take, given the seconds of the next one."""
+        """Other runs follow the next one; `seconds` gives the time of all, from the seconds of the next one."""
 
     def validation(self, summary: str) -> None:
-        """What is validated on, in words."""
+        """A description of the validation text."""
 
     def start(self, step: int, max_steps: int | None) -> None:
-        """Training begins, after `step` of `max_steps` steps; None for a run that ends by the clock."""
+        """Training begins, after `step` of `max_steps` steps; `max_steps` is None for a run with a time limit."""
 
     def step(self, step: int, share: float) -> None:
         """A step is done, and this share of the run, from 0 to 1."""

@@ -3,8 +3,8 @@
     from multilin.training.ray_app import train_on_ray
     train_on_ray("recipe.yaml", {"output": "/shared/runs/books"}, workers=16, use_gpu=True)
 
-Ray Train starts the workers, tells them of each other, and starts them again when one dies; a run that has begun goes
-on from its last checkpoint then. The output is a folder that all machines reach.
+Ray Train starts the workers, connects them, and restarts them when one dies; the run then continues from its last
+checkpoint. All machines must reach the output folder.
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ def train_on_ray(
     """Train a recipe on Ray workers, which compute the same as the processes of torchrun.
 
     Args:
-        recipe, changes: see `load_recipe`; paths should be absolute, and reached by all machines.
+        recipe, changes: see `load_recipe`; paths should be absolute, and all machines must reach them.
         workers: processes that train together.
-        use_gpu: give a GPU to each.
+        use_gpu: give each worker a GPU.
         resume: continue the run in the output folder.
-        max_failures: how often workers are started again.
+        max_failures: how often workers are restarted.
 
     Raises:
         InputError: the recipe cannot be used.
-        ray.train.base_trainer.TrainingFailedError: a worker failed, and again after all starts.
+        ray.train.base_trainer.TrainingFailedError: a worker failed, and again after every restart.
     """
     load_recipe(recipe, changes)
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -60,7 +60,7 @@ def _work(given: Mapping[str, Any]) -> None:
     from multilin.training.run_folder import RunFolder
 
     recipe = load_recipe(given["recipe"], given["changes"])
-    # Workers that are started again find a mark of this work; other runs in the folder are refused as always.
+    # Restarted workers find a mark of this job and resume; any other run in the folder is refused.
     mark, name = beside(recipe.output, ".ray"), get_context().get_experiment_name()
     was_begun = [mark.is_file() and mark.read_text() == name and RunFolder(recipe.output).recipe.exists()]
     if torch.distributed.is_initialized():

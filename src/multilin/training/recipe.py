@@ -2,7 +2,7 @@
 
 `load_recipe("demo", {"training.max_steps": 50})` starts from a built-in recipe, a YAML file, or the folder of an
 earlier run, and changes single values. None stands for the default of the architecture or of the machine;
-`multilin.training.resolve` fills these in, and the filled-in recipe is what a run writes down.
+`multilin.training.resolve` fills these in, and the run saves the filled-in recipe.
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ class Recipe:
     output: bounds.PathText = "runs/default"  # folder the run is written to, unless the recipe or sweep names one
 
 
-# What only reports on a run, or says where it lies, may change when it is resumed.
+# Fields that only report on a run, or say where it is, may change when it is resumed.
 CHANGEABLE_ON_RESUME = (
     "output", "training.eval_every_steps", "training.eval_max_tokens", "training.save_every_steps",
     "training.keep_checkpoints", "training.log_every_steps", "training.shard", "training.report_to",
 )  # fmt: skip
-_OF_START = (  # fields that a run's recipe records and another model to start from decides
+_OF_START = (  # fields of a run's recipe that another model to start from decides
     *(f"model.{name}" for name in ("architecture", "hidden_size", "num_layers", "options", "layers", "config")),
     *(f"tokenizer.{name}" for name in ("kind", "vocab_size", "path")),
 )
@@ -70,14 +70,14 @@ def load_recipe(
     """Read a recipe and replace single values.
 
     Args:
-        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path is
-            no built-in recipe, whatever its name.
+        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path
+            never names a built-in recipe.
         overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
-        defaults: dotted fields that neither the recipe nor `overrides` gives, to values other than our defaults.
+        defaults: dotted fields to values that replace our defaults, if neither the recipe nor `overrides` gives them.
 
     Raises:
-        InputError: no such recipe, not YAML, an unknown field or a value of a wrong type; a model to start from that
-            is not there, or that a field contradicts.
+        InputError: there is no such recipe, it is not YAML, a field is unknown or has a value of a wrong type; the
+            model to start from does not exist, or a field contradicts it.
     """
     overrides = overrides or {}
     path = None if name_or_path is None else _find(name_or_path)
@@ -86,11 +86,11 @@ def load_recipe(
     if is_run:
         if "output" not in values:
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
-        values["output"] = str(name_or_path)  # the folder may have been moved since the run wrote it down
+        values["output"] = str(name_or_path)  # the folder may have been moved since then
         if overrides.get("model.start") not in (None, get(values, "model.start")):
             values = without(values, _OF_START)
     if "model.start" in overrides:
-        values = without(values, ["model.start_hash"])  # of the weights that the recipe names
+        values = without(values, ["model.start_hash"])  # it belongs to the recipe's own start
     own = _changed(values, overrides)
     values = overlay(nest(defaults or {}), own)
     recipe = load_settings(Recipe, values)
@@ -104,9 +104,10 @@ def load_recipe(
 
 
 def _start_sections(recipe: Recipe, given: Values) -> Values:
-    """The sections that a model to start from completes, with the fields that are given, as the recipe has them.
+    """The given fields of the sections `model` and `tokenizer`, with the recipe's values, which are checked and
+    converted.
 
-    A number may be given as a text, such as '8'.
+    For example, a number may be given as the text '8'.
     """
     return {
         name: {field: getattr(getattr(recipe, name), field) for field in given[name]}
@@ -116,14 +117,14 @@ def _start_sections(recipe: Recipe, given: Values) -> Values:
 
 
 def check_fields_of_start(recipe: Recipe, given: Values) -> None:
-    """Refuse fields, given besides a recipe, that contradict the model that it starts from.
+    """Raise if fields that are given besides a recipe contradict the model that it starts from.
 
     Args:
         recipe: with these fields.
         given: nested fields and their values.
 
     Raises:
-        InputError: a field that contradicts the model; or it is not there.
+        InputError: a field contradicts the model, or the model does not exist.
     """
     sections = _start_sections(recipe, given)
     if recipe.model.start is not None and sections:
@@ -132,7 +133,7 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
 
 
 def check_start(recipe: Recipe) -> None:
-    """Refuse a hash of weights, or adapters, without the model that they belong to."""
+    """Raise if a hash of weights or adapters are given without the model that they belong to."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
     if recipe.model.start is None and recipe.training.lora is not None:
@@ -140,7 +141,7 @@ def check_start(recipe: Recipe) -> None:
 
 
 def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Refuse a source that a mixture replaces, and what a loaded tokenizer or prepared text has decided.
+    """Raise for a source that a mixture replaces, and for fields that a loaded tokenizer or prepared text decides.
 
     Args:
         recipe: with these fields.
@@ -166,12 +167,12 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
 
 
 def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The dotted fields that a recipe and changes of it give, to their values; arguments as for `load_recipe`."""
+    """The dotted fields that a recipe and its overrides give, to their values; arguments as for `load_recipe`."""
     return flatten(_changed({} if name_or_path is None else _read(_find(name_or_path)), overrides))
 
 
 def left_out_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """The dotted fields that a recipe gives and that another choice replaced; arguments and result of `load_recipe`."""
+    """The dotted fields of a recipe that another choice has replaced; arguments and result of `load_recipe`."""
     given = {} if name_or_path is None else flatten(_read(_find(name_or_path)))
     kept = given_fields(name_or_path, overrides)
     decided = DECIDED_BY_PREPARING if recipe.data.is_prepared else ()
@@ -184,7 +185,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
-    """The first field, dotted, that decides the run and differs between two recipes, with both values."""
+    """The first dotted field that decides the run and differs between two recipes, with both values; or None."""
     flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):
@@ -193,7 +194,7 @@ def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
 
 
 def _changed(values: Values, overrides: Mapping[str, Any]) -> Values:
-    """The values with others in the place of dotted fields, and without the fields that these replace."""
+    """The values with these overrides of dotted fields, and without the fields that `without_replaced` drops."""
     defaults = {"model": {"architecture": ModelRecipe.architecture}, "tokenizer": {"kind": DEFAULT_KIND}}
     kept = without_replaced(values, nest(overrides), defaults)
     for dotted, value in overrides.items():
@@ -213,7 +214,7 @@ def _find(name_or_path: str | Path) -> Path:
         is_model = (path / "config.json").is_file()
         given = f"a model to start from {_as('model.start', name)}" if is_model else f"text {_as('data.source', name)}"
         raise InputError(f"recipe: {shown(name)} is {kind}; {given}")
-    if path.exists():  # what is no regular file is refused where it is read
+    if path.exists():  # `_read` refuses what is not a regular file
         return path
     is_text = file_format(path) is not None or any(character in name for character in "/*:")
     is_yaml = path.suffix in (".yaml", ".yml")

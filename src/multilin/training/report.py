@@ -61,7 +61,7 @@ def _last_figure(line: Mapping[str, Any]) -> str:
 def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str, float], path: Path) -> None:
     """Plot the validation bits per byte in lines of metrics.jsonl over the tokens read.
 
-    A horizontal line for each of the `references`, name to bits per byte, shows a model on the same text.
+    Each of the `references`, a model's name to its bits per byte on the same text, becomes a horizontal line.
     """
     name = "validation_bits_per_byte"
     tokens, bits = _course([line for line in lines if name in line], name)
@@ -84,7 +84,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     """Write the model card: architecture, training text, results, and how to load the model."""
     tags = ["multilin", *recipe.model.kind.split(" + ")]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
-    model, tokenizer = recipe.model, recipe.tokenizer.path or recipe.tokenizer.kind or "that of the text"
+    model, tokenizer = recipe.model, recipe.tokenizer.path or recipe.tokenizer.kind or "the text's own"
     score = ("bits per byte", f"{result.validation_bits_per_byte:.3f}")
     if result.validation_accuracy is not None:
         score = ("accuracy", f"{100 * result.validation_accuracy:.1f} %")

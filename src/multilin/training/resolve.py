@@ -1,4 +1,4 @@
-"""Fields that a recipe leaves open are filled in with the defaults of the architecture and of this machine."""
+"""Fills in the fields that a recipe leaves open, with the defaults of the architecture and of this machine."""
 
 import dataclasses
 from typing import Any
@@ -40,7 +40,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
 
 
 def _resolve_tokenizer(recipe: Recipe) -> TokenizerRecipe:
-    """The tokenizer; without a kind and a size where it is loaded, or that of prepared text or a task."""
+    """The section; kind and size are None if the tokenizer is loaded, or comes with prepared text or a task."""
     tokenizer = recipe.tokenizer
     if tokenizer.path is not None or recipe.data.is_prepared or is_task(recipe.data.name):
         return dataclasses.replace(tokenizer, kind=None, vocab_size=None)

@@ -1,12 +1,12 @@
 """The folder of a run: its files, and checks before it is written.
 
 recipe.yaml     everything that decided the run      metrics.jsonl   one line per measurement
-data.json       the text: sizes and identity         loss.png        the course of the loss
+data.json       the text: sizes and identity         loss.png        a plot of the losses
 config.json, model.safetensors, tokenizer.json ...   README.md       the model card
                 the model, as Hugging Face has it    tensorboard/    event files, if asked for
 
-Checkpoints lie beside it, in NAME.checkpoints, so that the folder can be published as it is. Each holds all of a model,
-and what training needs to go on; a run is resumed from there, and the files of its folder are written anew.
+Checkpoints are beside it, in NAME.checkpoints, so that the folder can be published as it is. Each holds a whole model,
+and what training needs to continue. A resumed run starts from there and rewrites the files of its folder.
 """
 
 import contextlib
@@ -64,17 +64,17 @@ class RunFolder:
         self._record: dict[str, Any]
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
-        """Refuse, before any work, a folder that this run must not or cannot write to.
+        """Raise, before any work, if this run must not or cannot write to the folder.
 
         Returns:
-            The newest undamaged checkpoint, to go on from; None to begin at the first step.
+            The newest undamaged checkpoint, to resume from; None to begin at the first step.
 
         Raises:
             InputError: the folder holds another run or other files, cannot be written, or has no run of this recipe or
                 no undamaged checkpoint to resume.
         """
         if resume and overwrite:
-            raise InputError("resume and overwrite exclude each other: continue the run, or replace it")
+            raise InputError("resume and overwrite exclude each other: give one, to continue the run or to replace it")
         check_folder("output", self.path)
         check_folder("output", self.checkpoints)
         if (self.path / RUN_FILE).exists():
@@ -100,17 +100,17 @@ class RunFolder:
         return None
 
     def check_outside(self, recipe: Recipe) -> None:
-        """Refuse an output whose files would be read as text by a run that follows.
+        """Raise if a later run would read files of the output as text.
 
         Raises:
-            InputError: it lies in the text to train or validate on.
+            InputError: the output lies in the text to train or validate on.
         """
         output = self.path.resolve()
         sources = [] if recipe.data.is_prepared else [("source", recipe.data.source)]
         for name, source in [*sources, ("validation", recipe.data.validation)]:
             if source is None:
                 continue
-            place = Path(os.path.realpath(source))  # resolve raises at a link to itself
+            place = Path(os.path.realpath(source))  # Path.resolve raises for a link to itself
             is_matched = any(
                 (output / file).match(str(place)) or ("**" in source and fnmatch(str(output / file), str(place)))
                 for file in _TEXTS
@@ -123,16 +123,16 @@ class RunFolder:
                 )
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
-        """The recipe with the run's blocks per step if it has none, so that another number of devices can go on."""
+        """The recipe, with the run's blocks per step if it gives none, so that any number of devices can resume."""
         for folder in (self.last_checkpoint(), self.path):
             if folder is not None and (folder / RECIPE_FILE).exists():
-                with contextlib.suppress(InputError):  # a damaged one is refused, or written anew, later
+                with contextlib.suppress(InputError):  # a damaged one is refused or rewritten later
                     blocks = load_recipe(folder).training.global_batch_size
                     return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
         return recipe
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
-        """Make the folder ready; files of an earlier run are removed, unless this run goes on from its checkpoint.
+        """Make the folder ready; files of an earlier run are removed, unless this run resumes from its checkpoint.
 
         Raises:
             InputError: the text is not the one the resumed run was trained on.
@@ -171,7 +171,7 @@ class RunFolder:
         checkpoints.write_json(checkpoint / RUN_FILE, self._record)
 
     def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint."""
+        """The newest checkpoint, or None."""
         return next(reversed(checkpoints.checkpoints(self.checkpoints)), None)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class RunFolder:
             model = next((path for path in self._written() if path.suffix == ".safetensors"), None)
             if model is not None:
                 raise InputError(
-                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to go on from; name it as "
+                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to resume from; name it as "
                     "model.start in another run, or replace it with --overwrite"
                 )
             before = load_recipe(self.path)
@@ -228,13 +228,13 @@ class RunFolder:
         for checkpoint in reversed(checkpoints.checkpoints(self.checkpoints)):
             if (damage := checkpoints.find_damage(checkpoint)) is None:
                 if damaged:
-                    warnings.warn(f"{'; '.join(damaged)}; the run goes on from {checkpoint.name} instead", stacklevel=4)
+                    warnings.warn(f"{'; '.join(damaged)}; the run resumes from {checkpoint.name} instead", stacklevel=4)
                 return checkpoint
             damaged.append(f"{checkpoint}: {damage}")
         if damaged:
             raise InputError(
-                f"output: there is no whole checkpoint to resume from ({'; '.join(damaged)}); put the file back, or "
-                "begin the run again with --overwrite"
+                f"output: there is no undamaged checkpoint to resume from ({'; '.join(damaged)}); restore the "
+                "file, or start the run again with --overwrite"
             )
         return None
 
@@ -243,7 +243,7 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _written(self) -> list[Path]:
-        # Not by a glob, which passes over links that lead nowhere.
+        # Not with glob, which skips broken links.
         entries = sorted(self.path.iterdir()) if self.path.is_dir() else []
         return [path for path in entries if any(path.match(pattern) for pattern in _WRITTEN)]
 
@@ -254,7 +254,7 @@ def _parse_line(text: str | bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         line = None
     if not isinstance(line, dict) or not all(type(value) in (int, float, NoneType) for value in line.values()):
-        raise InputError(f"run: {where} is damaged: it is no line of figures")
+        raise InputError(f"run: {where} is damaged: it is not a JSON object of numbers")
     line = {name: value for name, value in line.items() if value is not None}
     if missing := next((name for name in METRICS if name not in line), None):
         raise InputError(f"run: {where} is damaged: it has no {missing}")
@@ -265,7 +265,7 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
     """The record that `RunFolder.write_record` wrote to run.json.
 
     Raises:
-        InputError: it is damaged.
+        InputError: the record is damaged.
     """
     path = checkpoint / RUN_FILE
     with checkpoints.loading(path):

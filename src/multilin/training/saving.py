@@ -1,4 +1,4 @@
-"""The weights, the optimizer and the progress of a run: written to checkpoints, and read from them, bit for bit.
+"""Writes and reads checkpoints, bit for bit: the weights, the optimizer and the progress of a run.
 
 A checkpoint holds no pickles, and any number of processes can read it.
 """
@@ -44,7 +44,7 @@ class Saver:
         self.model, self.optimizer, self.plan, self.folder = model, optimizer, plan, folder
         self._shards = ShardWriter() if plan.shard != "none" and world_size() > 1 else None
         self._background = ThreadPoolExecutor(1)
-        self._writing: tuple[int, Future[None]] | None = None  # step and end of the checkpoint in the background
+        self._writing: tuple[int, Future[None]] | None = None  # step and future of the checkpoint in the background
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face's layout, or its adapters in PEFT's, gathered from all processes.
@@ -71,24 +71,24 @@ class Saver:
             self.write_model(self.folder.path)
 
     def write_checkpoint(self, progress: dict[str, Any]) -> None:
-        """Write a checkpoint; that of a sharded model is completed in the background.
+        """Write a checkpoint; for a sharded model it is completed in the background.
 
-        A run in which every step was skipped has no state of the optimizer yet, and writes none.
+        If every step was skipped, the optimizer has no state yet, and no checkpoint is written.
 
         Args:
             progress: plain data with `step`.
 
         Raises:
-            TrainingFailed: it, or the one before it, could not be written.
+            TrainingFailed: this checkpoint, or the one before it, could not be written.
         """
         step, parent = progress["step"], self.folder.checkpoints
         self.finish()
         if not self.optimizer.state:
-            return  # PyTorch would make a state by a step of its own, to save it
+            return  # PyTorch would take a step to make a state that it can save
         with self._reported(step), contextlib.ExitStack() as stack:
             if rank() == 0:
                 stack.enter_context(checkpoints.published(parent, step, self.plan.keep_checkpoints))
-            wait_for_all()  # until the folder is there, which every process writes into
+            wait_for_all()  # every process writes into the folder, so it must exist
             folder = checkpoints.partial_folder(parent, step)
             if rank() == 0:
                 checkpoints.write_json(folder / checkpoints.PROGRESS, progress)
@@ -103,10 +103,10 @@ class Saver:
             wait_for_all()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is written in the background, if there is one, is complete.
+        """Wait for the checkpoint that is being written in the background, if there is one.
 
         Raises:
-            TrainingFailed: it could not be written.
+            TrainingFailed: the checkpoint could not be written.
         """
         if self._writing is not None:
             (step, writing), self._writing = self._writing, None
@@ -157,6 +157,6 @@ class Saver:
 
 
 def _publish(stack: contextlib.ExitStack, write: Callable[[], None]) -> None:
-    """Publish a checkpoint, by leaving its stack, when every process has written its part."""
+    """Wait until every process has written its part; leaving the stack then publishes the checkpoint."""
     with stack:
         write()

@@ -1,6 +1,6 @@
-"""The learning rate over time, as a factor on its peak.
+"""Learning-rate schedules: the rate over time, as a factor on its peak.
 
-In step i = 0, 1, ... of N, the warm-up of w steps and the course after it multiply:
+In step i = 0, 1, ... of N, the factor is the warm-up of w steps times the course of the schedule:
 
     min(1, (i + 1) / w) * course(i)
 
@@ -10,8 +10,8 @@ In step i = 0, 1, ... of N, the warm-up of w steps and the course after it multi
     tail          min(1, (1 - i / N) * tail): the last 1 / tail of the run falls to 0           (TScale)
     inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
 
-A run that ends by the clock has N = i / s, where s is the share of its time that is gone, so that the course ends with
-the time, however fast the steps are.
+A run with a time limit has N = i / s, where s is the share of its time that has passed. So the course ends with the
+time, however fast the steps are.
 """
 
 import math
@@ -20,7 +20,7 @@ from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
 from multilin.training.settings import ScheduleRecipe, fill
 
-# Fields of the recipe that one schedule uses, and their defaults.
+# Fields of the recipe that only one schedule uses, and their defaults.
 _OWN: dict[str, dict[str, float]] = {"tail": {"tail": 5.0}, "inverse_sqrt": {"constant_steps": 100}}
 
 
@@ -42,7 +42,7 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
 
 
 def rate_factor(recipe: ScheduleRecipe, step: int, max_steps: float) -> float:
-    """The factor of a step, from 0, for a resolved recipe and a run of so many steps."""
+    """The factor of a step, counted from 0, in a run of `max_steps` steps, for a resolved recipe."""
     assert recipe.name is not None, "a schedule needs a recipe that was resolved"
     assert recipe.warmup_steps is not None
     warmup_steps, tail, constant_steps = recipe.warmup_steps, recipe.tail or 0.0, recipe.constant_steps or 0

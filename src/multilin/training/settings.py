@@ -21,39 +21,39 @@ class ModelRecipe:
 
     architecture: str = "tscale"  # a registered architecture, or the baselines gpt2 and llama
     hidden_size: bounds.Width = 256  # width of the vectors between the layers
-    num_layers: bounds.Depth | None = None  # layers; 6 where none are listed
+    num_layers: bounds.Depth | None = None  # number of layers; by default 6, or as many as `layers` lists
     n_positions: bounds.BlockLength = 256  # context length: tokens in one training block
     options: bounds.Section = field(default_factory=dict)  # options of the architecture
     layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
     config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
-    start: bounds.PathText | None = None  # run, folder or hub name whose weights, sizes and tokenizer it begins with
-    start_hash: bounds.Name | None = None  # SHA-256 of these weights; a run records it
+    start: bounds.PathText | None = None  # run, folder or hub name to start from: its weights, sizes and tokenizer
+    start_hash: bounds.Name | None = None  # SHA-256 of the weights in model.start; a run records it
 
     @property
     def kind(self) -> str:
-        """The architecture, or those of a hybrid's layers."""
+        """The architecture, or all architectures of a hybrid."""
         listed = dict.fromkeys(str(layer.get("architecture")) for layer in self.layers or [])
         return " + ".join(listed or [self.architecture])
 
 
 @settings
 class OptimizerRecipe:
-    """The optimizer; what is not given is the default of the architecture, or of another optimizer that is named."""
+    """The optimizer; other fields take the default of the architecture, or of the optimizer if another is named."""
 
-    name: Literal["adamw", "normalized_sgd", "matrix_moment", "muon"] | None = None  # optimizer
+    name: Literal["adamw", "normalized_sgd", "matrix_moment", "muon"] | None = None  # name of the optimizer
     learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
     betas: tuple[Fraction, Fraction] | None = None  # adamw: decay rates of its two running means
-    row_average: Fraction | None = None  # normalized_sgd: weight of the past in the average of an embedding's row
+    row_average: Fraction | None = None  # normalized_sgd: decay rate of the running mean of an embedding's row
     weight_decay: bounds.Strength | None = None  # decoupled decay of weight matrices (not of biases, norms, embeddings)
     clip_norm: bounds.Strength | None = None  # largest norm of the gradient; 0 does not clip
-    nonfinite: Literal["stop", "skip"] = "stop"  # loss or gradient not finite: end the run, or skip the step
+    nonfinite: Literal["stop", "skip"] = "stop"  # if loss or gradient are not finite: end the run, or skip the step
 
 
 @settings
 class ScheduleRecipe:
-    """The learning rate over time; what is not given is the default of the architecture."""
+    """The learning rate over time; other fields take the default of the architecture."""
 
-    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # course after the warm-up
+    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # shape after the warm-up
     warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
     tail: bounds.Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
     constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
@@ -64,35 +64,35 @@ class LoraRecipe:
     """Low-rank adapters: each matrix W becomes W + alpha / rank * B A, and A and B alone are trained."""
 
     rank: bounds.Count  # rows of A and columns of B, for each matrix
-    alpha: bounds.Positive | None = None  # the update's scale times the rank; twice the rank by default
-    dropout: Fraction = 0.0  # on what A reads, in training
-    targets: bounds.Names | None = None  # ends of the names of modules; all matrices of the layers by default
+    alpha: bounds.Positive | None = None  # the update is multiplied by alpha / rank; twice the rank by default
+    dropout: Fraction = 0.0  # dropout on the input of A, in training
+    targets: bounds.Names | None = None  # modules, by the ends of their names; all matrices of the layers by default
 
 
 @settings
 class TrainingRecipe:
     """The run."""
 
-    max_steps: bounds.Steps | None = None  # optimizer steps; 1000 by default, with minutes as many as fit
-    minutes: bounds.Minutes | None = None  # end after this time at most, reading the text and saving included
-    batch_size: bounds.Batch = 16  # most blocks per device and forward pass
+    max_steps: bounds.Steps | None = None  # optimizer steps; 1000 by default, or as many as fit into minutes
+    minutes: bounds.Minutes | None = None  # time limit of the run, including reading the text and saving
+    batch_size: bounds.Batch = 16  # blocks per device and forward pass, at most
     global_batch_size: bounds.Blocks | None = None  # blocks per step on all devices; batch_size x devices by default
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
     seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
-    precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 where the hardware computes in it
-    int8_backward: bool = True  # with precision int8, the gradient's products are int8 too, rounded at random
-    quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # weights as if stored in few values
-    master: Literal["device", "host"] = "device"  # where int8's float weights and the optimizer live; host is the CPU
-    shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: all hold the whole
-    communication: Literal["float", "int8"] = "float"  # how gradients travel between devices; int8 in blocks of 128
+    precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 if the hardware has it, else float32
+    int8_backward: bool = True  # with precision int8: compute gradients in int8 too, rounded at random
+    quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # simulate weights of few values
+    master: Literal["device", "host"] = "device"  # with int8: where float weights and optimizer are; host: CPU memory
+    shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: the whole
+    communication: Literal["float", "int8"] = "float"  # format of gradients sent between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
     eval_every_steps: bounds.StepCount = 100  # steps between validations; 0 validates after the last step only
     eval_max_tokens: bounds.Tokens | None = 100_000  # validation tokens read each time; null reads all
     save_every_steps: bounds.StepCount = 200  # steps between checkpoints; 0 saves after the last step only
-    keep_checkpoints: bounds.Steps = 2  # newest checkpoints kept
+    keep_checkpoints: bounds.Steps = 2  # number of newest checkpoints to keep
     log_every_steps: bounds.Steps = 10  # steps between lines of metrics.jsonl
-    lora: LoraRecipe | None = None  # train adapters alone: rank, alpha, dropout, targets
+    lora: LoraRecipe | None = None  # train low-rank adapters only: rank, alpha, dropout, targets
     report_to: Trackers = field(default_factory=list)  # also send metrics to: tensorboard, wandb, mlflow, trackio
 
     @property
@@ -106,7 +106,7 @@ class TrainingRecipe:
         return self.max_steps or (DEFAULT_MAX_STEPS if self.minutes is None else bounds.MOST_STEPS)
 
     def split(self, num_devices: int) -> tuple[int, int]:
-        """Blocks of one forward pass, and forward passes of one step, on each of so many devices.
+        """Blocks per forward pass, and forward passes per step, on each of `num_devices` devices.
 
         Raises:
             InputError: the blocks of a step cannot be shared out evenly.
@@ -121,14 +121,14 @@ class TrainingRecipe:
         if share > self.batch_size and share % self.batch_size:
             multiple = self.batch_size * num_devices
             raise InputError(
-                f"training.global_batch_size: {blocks} given, but forward passes of training.batch_size "
-                f"{self.batch_size} on {plural(num_devices, 'device')} take multiples of {multiple}"
+                f"training.global_batch_size: {blocks} given, but training.batch_size {self.batch_size} on "
+                f"{plural(num_devices, 'device')} takes multiples of {multiple}"
             )
         size = min(share, self.batch_size)
         return size, share // size
 
 
 def fill(section: SectionT, **defaults: Any) -> SectionT:
-    """The same section of a recipe, with these values where it has none."""
+    """The same section of a recipe, with these values for fields that are None."""
     missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
     return dataclasses.replace(section, **missing)  # type: ignore[type-var]

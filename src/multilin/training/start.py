@@ -1,4 +1,4 @@
-"""The model that a run begins with: another run, or a folder or a name on the hub in the layout of transformers."""
+"""The model that a run starts from: another run, or a folder or hub name in the layout of transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +17,11 @@ def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe, with the sections `model` and `tokenizer` filled in from the model to start from.
 
     Args:
-        values: the values of a recipe with `model.start`. Sizes, options and tokenizer may be left out or agree with
-            the model's; a block (`n_positions`) may be shorter than the model's longest text.
+        values: the values of a recipe with `model.start`. Sizes, options and tokenizer are left out or equal the
+            model's; a block (`n_positions`) may be shorter than the model's longest text.
 
     Raises:
-        InputError: no model there, one that cannot be trained, or a field that contradicts it.
+        InputError: the model does not exist or cannot be trained, or a field contradicts it.
     """
     given, tokenizer = dict(values["model"]), dict(values.get("tokenizer") or {})
     start, expected_hash = given.pop("start"), given.pop("start_hash", None)
@@ -50,7 +50,7 @@ def open_start(start: str, expected_hash: str | None) -> Path:
     """The folder of the model to start from, with the weights that the recipe was made for.
 
     Raises:
-        InputError: no model there, or other weights.
+        InputError: the model does not exist, or its weights have changed.
     """
     folder = find_model(start, "model.start")
     check_weights_hash(folder, expected_hash, "model.start")
@@ -72,7 +72,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
         own = load_own_tokenizer(folder, model.config)
     if tokenizer_hash(own) != tokenizer_hash(tokenizer):
         raise InputError(
-            f"model.start: the model in {shown(start)} was trained with another tokenizer than that of the text"
+            f"model.start: the model in {shown(start)} was trained with another tokenizer than the text has"
         )
     return model.float()
 

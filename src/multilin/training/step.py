@@ -1,4 +1,4 @@
-"""One optimizer step: its batches, the loss of each pass, the gradient, and the learning rate."""
+"""One optimizer step: its batches, the loss of each forward pass, and the gradient."""
 
 import contextlib
 import functools
@@ -28,12 +28,12 @@ Batch = dict[str, Tensor]
 
 
 class TrainedLoss(nn.Module):
-    """The loss of a batch as one module, which is what DDP and torch.compile wrap.
+    """The loss of a batch as one module, which DDP and torch.compile can wrap.
 
     Args:
         model: a causal language model whose forward returns a loss.
         label_smoothing: of GPT-2 and Llama; our models have it in their config.
-        is_sparse: whether many tokens have no target, so that the logits of GPT-2 and Llama are computed for few.
+        is_sparse: whether many tokens have no target; GPT-2 and Llama then compute logits only for the others.
     """
 
     def __init__(self, model: PreTrainedModel, label_smoothing: float, *, is_sparse: bool) -> None:
@@ -43,7 +43,7 @@ class TrainedLoss(nn.Module):
         self.is_own = is_baseline and (is_sparse or label_smoothing > 0)
 
     def forward(self, batch: Batch, num_items: Tensor) -> Tensor:
-        """The sum over the targets of a batch, divided by `num_items`."""
+        """The total loss of a batch's targets, divided by `num_items`."""
         if self.is_own:
             # A sharded model has the function as a method, which gathers its weights first.
             method = getattr(self.model, "baseline_loss", None)
@@ -57,13 +57,13 @@ class TrainedLoss(nn.Module):
 def baseline_loss(
     model: PreTrainedModel, inputs: Mapping[str, Any], label_smoothing: float = 0.0, num_items: Any = None
 ) -> Tensor:
-    """The loss of GPT-2 or Llama as our models compute theirs: a chunk of logits at a time, and none without a target.
+    """The loss of GPT-2 or Llama, computed as our models do: logits in chunks, and only for tokens with a target.
 
     Args:
         model: GPT-2 or Llama.
-        inputs: of its forward, with `labels`, -100 where there is no target.
+        inputs: of its forward, with `labels`: -100 for tokens without a target.
         label_smoothing: share of the target distribution spread evenly over the vocabulary.
-        num_items: targets that the sum is divided by; None counts those here.
+        num_items: what the total loss is divided by; None takes the number of targets in `inputs`.
     """
     hidden_BTD = model.base_model(**{name: value for name, value in inputs.items() if name != "labels"})[0]
     hidden_ND, targets_N = hidden_BTD[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
@@ -108,9 +108,9 @@ def step_batches(order: BlockOrder, plan: TrainingRecipe, step: int, device: tor
 
 
 def forward_backward(loss: nn.Module, batches: list[Batch], plan: TrainingRecipe, step: int) -> Tensor:
-    """Add the gradient of a step to the parameters; the result is the step's loss in this process, times their number.
+    """Compute a step's gradient and add it to the parameters' gradients.
 
-    The loss is the mean over the targets of all passes and processes.
+    The loss is the mean over the targets of all passes and processes; returns world_size times this process's part.
     """
     loss.train()
     num_items = sum_over_processes(count_targets(batches))
@@ -127,9 +127,9 @@ def forward_backward(loss: nn.Module, batches: list[Batch], plan: TrainingRecipe
 
 
 def pass_loss(loss: nn.Module, batch: Batch, num_items: Tensor, plan: TrainingRecipe, step: int, index: int) -> Tensor:
-    """The part of a step's loss that its pass of this index computes, times the number of processes.
+    """The part of a step's loss that one of its passes computes, times the number of processes.
 
-    DDP and FSDP average gradients, and `num_items` counts the targets of all processes.
+    The factor is needed since DDP and FSDP average gradients, while `num_items` counts the targets of all processes.
     """
     seed_pass(plan.seed, step, index * world_size() + rank())
     dtype = autocast_dtype(plan.precision)
@@ -139,16 +139,16 @@ def pass_loss(loss: nn.Module, batch: Batch, num_items: Tensor, plan: TrainingRe
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
-    """How many tokens are predicted in batches."""
+    """The number of tokens in batches that have a target."""
     return torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
 
 
 def find_nonfinite_pass(
     model: PreTrainedModel, loss: nn.Module, batches: list[Batch], plan: TrainingRecipe, step: int
 ) -> str | None:
-    """Where a step first is not finite, in words, by repeating its passes in this process; see `find_nonfinite`.
+    """Describe where a step first is not finite, by repeating its passes in this process; see `find_nonfinite`.
 
-    None if it cannot be found: each pass of a sharded model needs all processes.
+    None if it cannot be found, as for a sharded model, whose passes need all processes.
     """
     if plan.shard != "none" and world_size() > 1:
         return None
@@ -162,12 +162,12 @@ def find_nonfinite_pass(
 
 
 def _without_exchange(loss: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A block in which gradients are added up in each process."""
+    """A block in which gradients are added up in each process, without exchange."""
     return loss.no_sync() if isinstance(loss, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def seed_pass(seed: int, step: int, place: int) -> None:
-    """Seed what a pass draws at random, so that it is the same after a stop, and however many processes there are."""
+    """Seed the random numbers of a pass, so that stops and the number of processes do not change them."""
     seed_all(int(np.random.SeedSequence([seed, step - 1, place]).generate_state(1)[0]))
 
 
@@ -179,7 +179,7 @@ def seed_all(seed: int) -> None:
 
 
 def clip_gradient(model: nn.Module, most: float | None) -> Tensor:
-    """Scale the gradient down to this norm, if it is given and not 0; the norm before that."""
+    """Scale the gradient down to the norm `most`, unless that is None or 0; returns the norm before."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = nn.utils.clip_grad_norm_(parameters, most or float("inf"))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,4 +1,4 @@
-"""Where each line of metrics.jsonl is sent to as well: TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""Sends each line of metrics.jsonl to TensorBoard, Weights & Biases, MLflow or Trackio."""
 
 import dataclasses
 import importlib.util
@@ -12,17 +12,17 @@ from multilin.training.run_folder import RunFolder
 
 
 class Tracker(NamedTuple):
-    """Functions that send one line, and that end the connection."""
+    """A connection to a tracker: functions that send one line, and that close it."""
 
     log: Callable[[dict[str, Any]], object]
     close: Callable[[], object]
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuse trackers whose packages are not installed.
+    """Raise if the package of a tracker is not installed.
 
     Raises:
-        InputError: the first of them.
+        InputError: names the first such tracker.
     """
     for name in recipe.training.report_to:
         if importlib.util.find_spec(name) is None:
@@ -39,7 +39,7 @@ def open_trackers(recipe: Recipe, folder: RunFolder) -> list[Tracker]:
 def _tensorboard(recipe: Recipe, folder: RunFolder) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Hides the events that a killed run has written after the checkpoint from which this one continues.
+    # Hides events that a killed run wrote after the checkpoint from which this run continues.
     lines = folder.read_metrics()
     events = SummaryWriter(str(folder.tensorboard), purge_step=lines[-1]["step"] + 1 if lines else None)
 

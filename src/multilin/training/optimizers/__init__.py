@@ -28,10 +28,10 @@ class OptimizerKind:
 
     make: called with parameter groups, `lr`, and `options` by name.
     learning_rate, weight_decay, clip_norm: defaults for an architecture whose source trains with another optimizer.
-    state_numbers: numbers that it keeps for every number of a matrix.
-    options: its further fields of the recipe with their defaults.
-    normalizes: whether its update is free of the scale of each tensor's gradient; then it treats rows by themselves.
-    by_matrices: whether it treats the matrices of layers in a way of their own.
+    state_numbers: numbers of state for every number of a matrix.
+    options: its other fields of the recipe, with their defaults.
+    normalizes: whether its update does not depend on the scale of a gradient; embeddings are then updated by rows.
+    by_matrices: whether it updates the matrices of layers in another way than other parameters.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> OptimizerRecipe:
-    """The same section with the defaults filled in: the architecture's, or the optimizer's own if it is another one.
+    """The same section with the defaults filled in: the architecture's, or the optimizer's if the recipe names another.
 
     Raises:
         InputError: a value is given that the optimizer does not use.
@@ -84,7 +84,7 @@ def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> Op
 
 
 def row_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters whose rows belong to single tokens: those of a language model's input and output embeddings."""
+    """The parameters that have a row for each token: a language model's input and output embeddings."""
     if not isinstance(model, PreTrainedModel):
         return []
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -92,7 +92,7 @@ def row_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def matrix_parameters(model: nn.Module) -> list[Tensor]:
-    """The weights of linear layers, without those of the output and those that pack numbers of another meaning."""
+    """The weights of linear layers, except the output and the linear children of a `ParameterHolder`."""
     modules = list(model.modules())
     packed = [child for holder in modules if isinstance(holder, ParameterHolder) for child in holder.children()]
     others = {id(child.weight) for child in packed if type(child) is nn.Linear} | set(map(id, row_parameters(model)))
@@ -101,11 +101,11 @@ def matrix_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def rate_factors(model: nn.Module) -> dict[int, float]:
-    """By the id of a parameter, what its learning rate is multiplied by, where that is not 1.
+    """The factors on parameters' learning rates that are not 1, by the id of the parameter.
 
-    Everything in a layer with an `initializer_range` of its own has the factor own / the model's, so that in a hybrid
-    the weights of all layers change by as much of their size: with one rate for all, weights of 0.5 would not learn
-    beside weights of 0.02. A range of 0, of the layer or the model, says nothing of that size: the factor is 1.
+    Parameters of a layer that sets `initializer_range` have the factor layer's / model's range, so that in a hybrid the
+    weights of all layers change in proportion to their size. With one rate for all, weights of size 0.5 would not learn
+    beside weights of 0.02. If one of the ranges is 0, the size is not known, and the factor is 1.
     """
     own = getattr(getattr(model, "config", None), "initializer_range", None)
     factors: dict[int, float] = {}
@@ -127,8 +127,8 @@ def parameter_groups(
     """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
 
     With `by_rows` every group has `rows`, which is True for the model's row parameters; with `by_matrices` every group
-    has `matrices`, which is True for the weights of its linear layers. With a `learning_rate` the groups of parameters
-    that have another one, see `rate_factors`, come last and have it as `lr`.
+    has `matrices`, which is True for the weights of its linear layers. With a `learning_rate`, groups of parameters
+    with another rate (see `rate_factors`) come last and have it as `lr`.
     """
     mark = "rows" if by_rows else "matrices" if by_matrices else None
     special = row_parameters(model) if by_rows else matrix_parameters(model) if by_matrices else []
@@ -158,7 +158,7 @@ def parameter_groups(
 def optimizer_bytes(recipe: OptimizerRecipe, model: nn.Module) -> int:
     """Bytes that the optimizer of a resolved recipe keeps for the trained parameters of a model.
 
-    The few numbers that it keeps for each tensor are not counted.
+    The few numbers per tensor are not counted.
     """
     assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
     kind = OPTIMIZERS[recipe.name]
@@ -166,7 +166,7 @@ def optimizer_bytes(recipe: OptimizerRecipe, model: nn.Module) -> int:
     numbers = kind.state_numbers * trained
     if "row_average" in kind.options:
         numbers += _trained_numbers(row_parameters(model))
-    if kind.by_matrices:  # the rest has AdamW's two
+    if kind.by_matrices:  # others have AdamW's two
         numbers += trained - _trained_numbers(matrix_parameters(model))
     return FLOAT_BYTES * numbers
 

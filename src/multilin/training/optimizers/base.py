@@ -1,4 +1,4 @@
-"""The base classes of our optimizers: steps and saved states; the loop over parameters, and exact norms."""
+"""The base classes of our optimizers: steps, saved states, updates of many tensors at once, and exact norms."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from multilin.errors import InputError
 
-CACHE_NUMBERS = 2**18  # numbers of one group of tensors on a CPU, so that several passes over it find it in the cache
+CACHE_NUMBERS = 2**18  # numbers of tensors that a CPU updates together, so that they stay in its cache
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that refuses rates out of range, and a state which another kind saved, known by its names.
+    """An optimizer that refuses rates out of range, and a state that another kind of optimizer saved.
 
     marks: settings that every group has besides the defaults.
-    state_names: what the state of every parameter has, if there is one.
-    wide_names: what of it is in float32 or better, whatever the parameter is.
+    state_names: names in the state of every parameter that has one.
+    wide_names: the names of tensors in float32 or better, whatever the parameter's dtype.
     """
 
     marks: tuple[str, ...] = ()
@@ -66,16 +66,16 @@ class CheckedOptimizer(torch.optim.Optimizer):
             InputError: the state was saved by another kind of optimizer.
         """
         groups, states = state_dict["param_groups"], state_dict["state"]
-        own = {*self.defaults, *self.marks} - {"differentiable"}  # PyTorch adds this one to the defaults, to no group
+        own = {*self.defaults, *self.marks} - {"differentiable"}  # PyTorch adds it to the defaults but to no group
         kept = [({*self.state_names}, state) for state in states.values() if state]
         for expected, given in [*((own, group) for group in groups), *kept]:
             if missing := sorted(expected - given.keys()):
                 raise InputError(
                     f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
-                    f"{type(self).__name__}; go on with the optimizer that saved it"
+                    f"{type(self).__name__}; continue with the optimizer that saved it"
                 )
         super().load_state_dict(state_dict)
-        # PyTorch gives tensors the dtype of their parameter: in bf16 a count of steps would stay at 256.
+        # PyTorch casts tensors to their parameter's dtype: in bf16 a count of steps would stop at 256.
         names = [name for group in groups for name in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
@@ -87,19 +87,19 @@ class CheckedOptimizer(torch.optim.Optimizer):
 class NormalizingOptimizer(CheckedOptimizer):
     """An optimizer whose update does not depend on the scale of a tensor's, or a row's, gradient.
 
-    A parameter group with `rows` true has its tensors treated row by row, the others are treated as a whole. A
-    parameter without a gradient is left alone, as in PyTorch; one whose gradient is zero counts as seen.
+    Tensors of a parameter group with `rows` true are updated row by row, others as a whole. A parameter without a
+    gradient is skipped, as in PyTorch; one whose gradient is zero is not.
 
-    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). The squares of a tensor that is
-    treated as a whole are then summed over all devices; a row is whole on its device, and so are its statistics.
+    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). For a tensor that is updated as a
+    whole, squares are then summed over all devices; a row and its statistics are on one device.
 
     Subclasses update many whole tensors at once, with PyTorch's functions over lists of tensors, and one tensor of
     rows at a time. They never wait for a number from the device, and the learning rate may be a tensor, so a step can
-    be captured into a graph. No state is named `step`: PyTorch would leave it on the CPU when it is loaded.
+    be captured into a CUDA graph. No state is named `step`, since PyTorch leaves such a state on the CPU when loading.
     """
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Update tensors that are treated as a whole, after their weight decay."""
+        """Update whole tensors, after their weight decay."""
         raise NotImplementedError
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ def _decay(parameters: list[Tensor], group: dict[str, Any]) -> None:
 
 
 def _cache_sized(parameters: list[Tensor]) -> Iterator[slice]:
-    """Slices of parameters of one dtype and device, on a CPU of as many as fit its cache together."""
+    """Slices of parameters with one dtype and device; on a CPU, each fits into the cache."""
     start, numbers = 0, 0
     for index, parameter in enumerate(parameters):
         differs = (parameter.dtype, parameter.device) != (parameters[start].dtype, parameters[start].device)

@@ -11,7 +11,7 @@ NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average 
 
 
 class MatrixMoment(NormalizingOptimizer):
-    """Momentum of gradients that are divided by the root of their mean square over a matrix and over time.
+    """Momentum of gradients that are divided by their root mean square over a matrix (or row) and over time.
 
     In step i = 0, 1, ... of a matrix p with gradient g (of a tensor of rows: each row, with its own D and a common W):
 
@@ -20,15 +20,15 @@ class MatrixMoment(NormalizingOptimizer):
         m <- b m + (1 - b) n
         p <- (1 - lr * weight_decay) p - lr (0.2 n + 0.8 m)
 
-    A row without gradient decays and goes on along its momentum. State: m, one number per number, as AdamW has two;
-    D, one per matrix or row; W and i, one per matrix. Parameters are float32 or better, and gradients have a root
-    mean square between about 1e-19 and 1e19, where squares are numbers of float32.
+    A row with zero gradient decays and still moves along its momentum. State: m, one number per number (AdamW has two);
+    D, one per matrix or row; W and i, one per matrix. Parameters are float32 or better, and gradients have a root mean
+    square between about 1e-19 and 1e19, so that float32 can hold their squares.
 
     Args:
-        params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
+        params: parameters or parameter groups; `rows` of a group says whether it is updated by rows.
         lr: root mean square of an update whose direction does not change.
         weight_decay: decoupled decay, times the learning rate; the source's l2.
-        rows: for groups that do not say.
+        rows: default for groups without `rows`.
 
     Source: TScale (Foreseerr).
     """
@@ -99,5 +99,5 @@ def _advance(second_moment: Tensor, weight: Tensor, step: Tensor, mean_square: T
     weight.mul_(keep).add_(1)
     second_moment.mul_(keep).add_(mean_square)
     zero = mean_square == 0
-    # Roots first: the quotient of squares can be too large for float32 where that of the roots is not.
+    # Roots first: the quotient of squares can be too large for float32 when the quotient of roots is not.
     return keep, (weight.sqrt() / second_moment.masked_fill(zero, 1.0).sqrt()).masked_fill(zero, 0.0)

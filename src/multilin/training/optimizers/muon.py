@@ -11,7 +11,7 @@ from multilin.training.precision import has_bf16
 
 BETAS = (0.9, 0.95)  # AdamW's averages
 MOMENTUM = 0.95
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of X, (X X') X and (X X')^2 X in each of the iterations
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # factors of X, (X X') X and (X X')^2 X in each iteration
 ITERATIONS = 5
 
 
@@ -24,18 +24,18 @@ class Muon(CheckedOptimizer):
         M <- 0.95 M + 0.05 G
         W <- (1 - lr * weight_decay) W - 0.2 lr sqrt(max(A, B)) O(0.95 M + 0.05 G)
 
-    The factor gives updates the root mean square that AdamW's have, so that both parts take one learning rate. The
-    iterations are those of `torch.optim.Muon`, bit for bit where the hardware multiplies bf16. Elsewhere they are in
-    float32: a processor without bf16 emulates its products, tens of times as slowly. State: one number per number of a
-    matrix, two per number of anything else.
+    The factor gives updates the root mean square of AdamW's updates, so that both parts take one learning rate. If the
+    hardware multiplies bf16, the iterations equal `torch.optim.Muon` bit for bit. Otherwise they run in float32, since
+    emulated bf16 products are tens of times slower. State: one number per number of a matrix, two per number of
+    anything else.
 
     Args:
-        params: parameter groups; `matrices` of a group says which part changes its tensors.
+        params: parameter groups; `matrices` of a group says whether Muon or AdamW updates its tensors.
         lr: learning rate of both.
         weight_decay: decoupled decay, times the learning rate.
 
-    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor is that of Liu et
-    al. 2025, "Muon is Scalable for LLM Training".
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor is from Liu et al.
+    2025, "Muon is Scalable for LLM Training".
     """
 
     marks = ("matrices",)
@@ -47,7 +47,7 @@ class Muon(CheckedOptimizer):
         """As PyTorch's.
 
         Raises:
-            InputError: the group does not say which part changes its tensors, or has others than matrices for Muon's.
+            InputError: the group has no `matrices`, or is for Muon and has a tensor that is not a matrix.
         """
         if "matrices" not in param_group:
             raise InputError("params: a group without 'matrices' given, which says whether Muon or AdamW changes it")
@@ -64,7 +64,7 @@ class Muon(CheckedOptimizer):
                 if matrix.grad is not None:
                     self._move(matrix, group["lr"], group["weight_decay"])
         if others := [group for group in self.param_groups if not group["matrices"]]:
-            # It fills its further settings into the groups, which are the very ones kept here, as is the state.
+            # AdamW writes its other settings into these same groups, and its state into this optimizer's.
             adamw = torch.optim.AdamW(others, betas=BETAS, fused=True)
             adamw.state = self.state
             adamw.step()

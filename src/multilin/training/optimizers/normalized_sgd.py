@@ -13,7 +13,7 @@ ROW_ORDERS: tuple[RowOrder, ...] = get_args(RowOrder)
 
 
 class NormalizedSGD(NormalizingOptimizer):
-    """Gradient descent by gradients of norm 1, with an average over time for rows.
+    """Gradient descent with every gradient scaled to norm 1, and a running average over time for rows.
 
     A whole tensor W with gradient G (N(G) = G / ||G||, Frobenius, N(0) = 0):
 
@@ -24,18 +24,18 @@ class NormalizedSGD(NormalizingOptimizer):
         normalize_then_average:  A_r <- b A_r + (1 - b) N(G_r)     W_r <- (1 - lr * weight_decay) W_r - lr A_r
         average_then_normalize:  A_r <- b A_r + (1 - b) G_r        W_r <- (1 - lr * weight_decay) W_r - lr N(A_r)
 
-    The squares of a gradient's numbers are numbers of float32: a norm below about 1e-22 counts as 0, and one above 1e19
-    as infinite, which moves nothing. A row without gradient goes on along its average. State: one number per number of
-    the tensors of rows; of whole tensors only how often they moved, since PyTorch's distributed checkpoints want
-    something of every parameter.
+    Norms are computed from squares in float32: a norm below about 1e-22 counts as 0, and one above 1e19 as infinite,
+    which moves nothing. A row with zero gradient still moves along its average. State: one number per number of the
+    tensors of rows; for whole tensors only a count of steps, since PyTorch's distributed checkpoints need a state of
+    every parameter.
 
     Args:
-        params: parameters or parameter groups; `rows` of a group says how its tensors are treated.
+        params: parameters or parameter groups; `rows` of a group says whether it is updated by rows.
         lr: norm of the update of a tensor, or of a row.
         weight_decay: decoupled decay, times the learning rate.
         row_average: weight of the past in the average of rows, at least 0 and below 1.
         row_order: which comes first for rows, normalising or averaging.
-        rows: for groups that do not say.
+        rows: default for groups without `rows`.
 
     Source: 3Lin, the triple-linear transformer.
     """

@@ -1,4 +1,4 @@
-"""Text generation with a run in PyTorch: any model of a folder, beams included."""
+"""Text generation with a run in PyTorch, for any model of a folder, also by beam search."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def generate_text(
 ) -> Continuation:
     """Continue a prompt; see `multilin.inference.generate.generate`, which can also continue a sequence.
 
-    With beams, the text is written when the search has ended.
+    Beam search writes the text when the search has ended.
 
     Raises:
         InputError: as `generate`, or there is not enough memory.

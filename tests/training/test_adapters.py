@@ -147,7 +147,7 @@ def test_an_adapter_run_and_its_merged_folder_are_used_like_any_model(
     assert texts[0] == texts[1]
     assert scores[0] == scores[1]
     assert main(["merge", str(merged), "--output", str(tmp_path / "again")]) == 2
-    assert "holds a whole model and no adapters" in capsys.readouterr().err
+    assert "holds a whole model, but only adapters can be merged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kept", [{}, {"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": [258]}])
@@ -245,7 +245,7 @@ def test_a_base_that_moved_or_changed_is_said(copied: Path, base: Path, tmp_path
     other = AutoModelForCausalLM.from_pretrained(base)
     torch.nn.init.ones_(other.get_input_embeddings().weight)
     other.save_pretrained(tmp_path / "moved")
-    with pytest.raises(InputError, match=r"the weights in .*moved are not those that the recipe records"):
+    with pytest.raises(InputError, match=r"the weights in .*moved do not have the hash in the recipe"):
         load_run(copied)
 
 

@@ -47,7 +47,7 @@ def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
 
 def _print_architectures(arguments: InfoArguments, sizes: ModelSizes) -> None:
     if sizes != ModelSizes():
-        raise InputError("MODEL: missing, but a size is given; name the architecture of a model with this size")
+        raise InputError("MODEL: missing, but sizes are given; give the name of an architecture")
     with loading():
         from multilin.architectures.base import architectures
 

@@ -130,7 +130,7 @@ def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
         words = match[1].split()
         name = shorten(next((word for word in words if word.startswith("-")), words[0]).split("=")[0])
         if Path(name).exists() and "--data.source" in known:
-            return f"{name}: unknown argument; give text by --data.source: one file, folder or quoted glob"
+            return f"{name}: unknown argument; give text with --data.source: one file, folder or quoted glob"
         hint = nearest(name, known) or f"; `multilin {verb} --help` lists the arguments"
         return f"{name}: unknown {'flag' if name.startswith('-') else 'argument'}{hint}"
     if match := re.search(r"arguments are required: ([\w, ]+)", message):

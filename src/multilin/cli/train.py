@@ -22,7 +22,7 @@ class TrainArguments:
     """The recipe to train, and the run in its output folder."""
 
     recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
-    minutes: Minutes | None = None  # minutes in all; what is not given is picked for them, this machine and the text
+    minutes: Minutes | None = None  # total minutes; options not given are picked for this time, machine and text
     resume: bool = False  # continue the run in the output folder at its last checkpoint
     overwrite: bool = False  # replace the run in the output folder
 

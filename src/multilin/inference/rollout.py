@@ -267,8 +267,8 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
         num_finite = int(norms[0].isfinite().cumprod(0).sum())
         other = " or --dtype float64" if settings.dtype == "float32" else ""
         raise InputError(
-            f"num_steps: {settings.num_steps} given, but the outputs exceed {settings.dtype} after {num_finite} steps; "
-            f"give fewer steps{other}"
+            f"num_steps: {settings.num_steps} given, but the outputs exceed the range of {settings.dtype} after "
+            f"{num_finite} steps; give fewer steps{other}"
         )
     return RolloutResult(
         prompt=prompt,

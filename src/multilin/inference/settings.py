@@ -22,7 +22,7 @@ class GenerationSettings:
     temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does; 0 takes the likeliest
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this probability
-    min_p: Share | None = None  # drop tokens less probable than this share of the most probable token
+    min_p: Share | None = None  # drop tokens below this share of the likeliest token's probability
     repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
     presence_penalty: Factor = 0.0  # subtracted from the logits of tokens that the new text contains
     frequency_penalty: Factor = 0.0  # the same, for each occurrence of the token in the new text

@@ -25,8 +25,8 @@ from multilin.runs.load import longest_text
 PIECE = 4096  # tokens of a prompt read at once
 WARM_UPS = 3  # calls of a task before it is captured
 CALLS_BEFORE_CAPTURE = 8  # calls with a number of rows before its graph is captured, which takes as long as many calls
-MOST_GRAPHS = 64  # another one replaces the graph that was not used for longest
-MOST_MEMORY = 1 / 16  # of the GPU's, for the states of all graphs: copying larger states takes longer than kernels
+MOST_GRAPHS = 64  # most graphs to keep; a new one replaces the least recently used one
+MOST_MEMORY = 1 / 16  # of the GPU's memory, for the states of all graphs: copying more takes longer than kernels
 
 
 class TorchEngine:

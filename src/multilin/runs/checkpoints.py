@@ -50,8 +50,8 @@ def partial_folder(folder: Path, step: int) -> Path:
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """A new folder to write a checkpoint into; leaving the block without an error publishes it.
 
-    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: they are damaged, and the
-    run has resumed from an earlier checkpoint. After an error, the new folder is removed.
+    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: they are damaged, and
+    the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:

@@ -32,7 +32,7 @@ _SETTINGS = {f"{_PACKAGE}.settings", f"{_PACKAGE}.settings.bounds"}
 _ONLY_FOR_CHECKS = {"annotated_types", "jaxtyping", "pydantic", "pydantic_core"}
 _HEAD = f'''"""multilin {multilin.__version__}: the model of this folder, in PyTorch alone.
 
-Written by `multilin publish`. The files beside it are those of the package multilin, without its compiled kernels.
+Written by `multilin publish`. The files beside it come from the package multilin, without its compiled kernels.
 """
 '''
 

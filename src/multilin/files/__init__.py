@@ -21,7 +21,7 @@ from multilin.errors import InputError, shorten
 LONGEST_NAME = 255  # bytes, on every common file system
 MOST_LINKS = 40  # followed in a row, as Linux does
 LONGEST_PATH = 200  # characters of a path in a message
-KERNEL_FOLDERS = ("/proc", "/sys")  # their entries are no regular files; /dev/stdout is a link into /proc
+KERNEL_FOLDERS = ("/proc", "/sys")  # without regular files; /dev/stdout is a link into /proc
 
 
 def check_writable(name: str, path: str | Path) -> Path:

@@ -232,7 +232,7 @@ class RolloutResult:
 
     num_prompt_tokens: tokens read first, the start token included.
     speedup: sequential over parallel seconds.
-    largest_difference: over the outputs, the norm of the difference relative to that of the output.
+    largest_difference: over the outputs, the norm of the difference relative to the norm of the output.
     """
 
     prompt: str

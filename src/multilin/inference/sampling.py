@@ -1,6 +1,6 @@
 """The choice of the next token from logits, and the random numbers for it: the same code for every engine.
 
-The random numbers are those of PyTorch's default generator on a CPU, the Mersenne Twister, without PyTorch.
+The random numbers equal PyTorch's default generator on a CPU, the Mersenne Twister, without importing PyTorch.
 """
 
 import secrets

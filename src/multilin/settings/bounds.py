@@ -91,7 +91,7 @@ Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command 
 
 
 def _check_plain(section: Mapping[str, Any]) -> Any:
-    """Refuse values that are no plain data, or too many; without recursion, which could itself run too deep."""
+    """Refuse values that are not plain data, or too many values; without recursion, which could itself run too deep."""
     rest: list[tuple[Any, int]] = [(section, 1)]
     for _ in range(_MOST_VALUES):
         if not rest:

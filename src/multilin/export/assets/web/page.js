@@ -111,7 +111,7 @@ async function generate() {
   try {
     for (; number < Math.min(maxNewTokens, room) && !isStopping; number++) {
       const logits = await engine.read(branch.state, branch.ids.slice(branch.state.numRead));
-      if (number === 0) begin = performance.now(); // reading a prompt is no part of the speed
+      if (number === 0) begin = performance.now(); // the speed leaves out the reading of a prompt
       if (pad_id !== end_id && pad_id !== eos_id) logits[pad_id] = -Infinity;
       logits.fill(-Infinity, codec.numTokens); // rows of a padded embedding
       const token = chooseToken(logits, choice);

@@ -167,7 +167,7 @@ const DECODERS = {
         bytes.push(parseInt(token.slice(3, 5), 16));
         continue;
       }
-      const text = FROM_UTF8.decode(Uint8Array.from(bytes)); // one that is no UTF-8 makes all bytes in a row unreadable
+      const text = FROM_UTF8.decode(Uint8Array.from(bytes)); // one byte that is not UTF-8 spoils all bytes in a row
       texts.push(UTF8.encode(text).join() === bytes.join() ? text : "\ufffd".repeat(bytes.length), token ?? "");
       bytes = [];
     }
@@ -234,7 +234,7 @@ export class TextCodec {
     this.model = MODELS[model.type](withoutNames(model, special));
     this.decoders = content.decoder && made(DECODERS, content.decoder);
     this.decoderTypes = flat(content.decoder).map(part => part.type);
-    // Where spaces are dropped, the one that is put before a piece stands for them.
+    // Where spaces are dropped, the space that is put before a piece replaces them.
     this.dropsSpaces = Boolean(content.pre_tokenizer?.pretokenizers?.some(part => part.type === "WhitespaceSplit"));
     for (const {content: name, id, normalized} of added) this.names[id] = normalized ? this.#normal(name, {}) : name;
     this.added = finder(added.filter(token => !token.normalized));

@@ -56,7 +56,7 @@ class MergeArguments:
 class ConvertArguments:
     """The checkpoint to convert."""
 
-    kind: Literal["fastformer", "leap"]  # package of the checkpoint: fastformerLM or leap-transformer
+    kind: Literal["fastformer", "leap"]  # package of the checkpoint: fastformer (fastformerLM) or leap
     source: PathText  # folder of the checkpoint
     output: PathText  # folder to write the multilin model to
 

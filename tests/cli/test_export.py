@@ -195,6 +195,6 @@ def test_export_prints_a_comparison(trained: Path, cli: Call, tmp_path: Path, pr
     assert 0 < int(compared) <= 200
     assert precision != "float32" or equal == compared
     largest_difference, largest = map(
-        float, re.search(r"differ by (\S+) at most \(the largest is (\S+)\)", words).groups()
+        float, re.search(r"differ by at most (\S+) \(the largest logit is (\S+)\)", words).groups()
     )
     assert largest_difference < error * largest

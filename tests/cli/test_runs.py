@@ -201,7 +201,7 @@ def test_evaluate_shows_where_the_bits_go(trained: Path, cli: Call) -> None:
             assert f"{part['name']} {part['bits_per_byte']:.3f} {part['loss']:.3f}" in shown
     # The validation text is the end of one document: no best, no worst, and "1 document".
     assert found["by_document"] == {"number": 1, "long_enough": 1, "fewest_bytes": 100}
-    assert shown.endswith("1 document, 1 of at least 100 bytes")
+    assert shown.endswith("1 document, 1 of them with at least 100 bytes")
 
 
 def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Path, cli: Call, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _check_path(value: str) -> str:
     if not value:
         raise ValueError("an empty text given, but it should be the name of a file or folder")
     if "\0" in value:
-        raise ValueError("a null character given, but names of files and folders hold none")
+        raise ValueError("a name with a null character given, but names of files and folders have none")
     if value.startswith("~/"):  # a shell leaves it in --flag=~/x, and in YAML
         value = str(Path.home() / value[2:])
     longest = max(len(name.encode(errors="replace")) for name in value.split("/"))

@@ -1,6 +1,6 @@
 """Small language models with linear-time and multilinear layers: train, run, explain and compare them.
 
-Importing the package makes transformers' AutoConfig and AutoModelForCausalLM know its models.
+Importing the package registers its models with transformers' AutoConfig and AutoModelForCausalLM.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The one exception for bad input, whose message is a sentence a user can act on, and helpers for such sentences."""
+"""InputError, the exception for bad input, whose message tells a user what to change; and helpers for messages."""
 
 import contextlib
 import difflib
@@ -24,7 +24,7 @@ class InputError(ValueError):
 
 
 def system_error(error: OSError) -> str:
-    """What the operating system refused, as the end of a sentence: `results.json: No space left on device`."""
+    """The reason of a system error, as the end of a sentence: `results.json: No space left on device`."""
     reason = error.strerror or " ".join(str(error).split())
     return f"{error.filename}: {reason}" if error.filename else reason
 
@@ -34,8 +34,8 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
     """Turn errors of other libraries, which have many types, into an InputError.
 
     Args:
-        sentence: the message, from the type and the text of the error in one line.
-        kind: of the errors that are turned.
+        sentence: makes the message from the error's type and text, given as one line.
+        kind: the type of the errors to turn.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
 
 @contextlib.contextmanager
 def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
-    """Put a prefix before the message of an InputError, in place of `replaced` where it begins with that."""
+    """Put a prefix before the message of an InputError; it replaces `replaced` if the message begins with that text."""
     try:
         yield
     except InputError as error:
@@ -59,18 +59,18 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Warn, but once per process for the same words."""
+    """Give a warning once per process."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=4)
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """A hint to append to a message: `; did you mean 'window'?`, or nothing when no choice is as similar as `cutoff`.
+    """A hint to append to a message: `; did you mean 'window'?`, or nothing if no choice is similar enough.
 
     Args:
-        word, choices: what was given, and what there is.
-        cutoff: similarity from 0 to 1, the share of the letters that both have in the same order.
+        word, choices: the given word, and the known ones.
+        cutoff: the least similarity, from 0 to 1: the share of letters that two words have in the same order.
     """
     matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -268,9 +268,9 @@ def test_minutes_plan_what_train_picks(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--kind", "h200"], "--minutes: 3 given, which picks a model for this machine; leave out --devices"),
-        (["--devices", "2"], "--minutes: 3 given, which picks a model for this machine; leave out --devices"),
-        (["--training.max_steps", "5"], "--training.max_steps: 5 given beside --minutes 3; give one of them"),
+        (["--kind", "h200"], "--minutes: 3 given, but it picks a model for this machine alone; leave out --devices"),
+        (["--devices", "2"], "--minutes: 3 given, but it picks a model for this machine alone; leave out --devices"),
+        (["--training.max_steps", "5"], "--training.max_steps: 5 given together with --minutes 3; give one of them"),
         (["--data.source", "task:mqar"], "data.source: task:mqar is a task, but --minutes picks a model for a text"),
     ],
 )  # fmt: skip

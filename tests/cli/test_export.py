@@ -126,7 +126,7 @@ def test_an_export_that_failed_is_not_tried_again(
         cache.keep_export(run_copy)
     assert not cache.is_current(run_copy)
     assert main(command) == 0
-    assert "multilin: engine torch, as run: the logits differ" in capsys.readouterr().err
+    assert "multilin: using the engine torch, because run: the logits differ" in capsys.readouterr().err
     assert background_exports == []
     assert main([*command, "--engine", "onnx"]) == 2
     assert "multilin: run: the logits differ" in capsys.readouterr().err
@@ -162,7 +162,7 @@ def test_auto_falls_back_loudly(additive: Path, run_folder: Callable[[str], Path
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
     assert main(["generate", str(additive), *map(str, GREEDY)]) == 0
-    assert "multilin: engine torch, as onnxruntime is not installed (pip install" in capsys.readouterr().err
+    assert "the engine torch, because onnxruntime is not installed (pip install" in capsys.readouterr().err
     assert main(["generate", str(run_folder("gpt2")), *map(str, GREEDY)]) == 0
     assert "engine torch" not in capsys.readouterr().err  # there is no other
 
@@ -175,10 +175,10 @@ def test_engines_that_cannot_be_are_refused(
     (exported / "multilin.json").write_text("{}")
     assert "engine: torch given" in refusal("generate", exported, "--prompt", "x", "--engine", "torch")
     assert "has format None" in refusal("generate", exported, "--prompt", "x", "--engine", "onnx")
-    assert "engine onnx searches no beams" in refusal("generate", additive, "--num-beams", 2, "--engine", "onnx")
+    assert "only the engine torch has" in refusal("generate", additive, "--num-beams", 2, "--engine", "onnx")
     assert "can be exported" in refusal("export", run_folder("gpt2"), "--output", tmp_path / "new")
     assert "--output" in refusal("export", additive, "--output", exported)
-    assert "run: 'nowhere' is no folder" in refusal("export", "nowhere", "--output", tmp_path / "new")
+    assert "run: there is no folder 'nowhere'" in refusal("export", "nowhere", "--output", tmp_path / "new")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "needs onnxruntime" in refusal("generate", additive, "--prompt", "x", "--engine", "onnx")
     assert "export: needs onnx, which is not installed" in refusal("export", additive, "--output", tmp_path / "new")
@@ -195,6 +195,6 @@ def test_export_prints_a_comparison(trained: Path, cli: Call, tmp_path: Path, pr
     assert 0 < int(compared) <= 200
     assert precision != "float32" or equal == compared
     largest_difference, largest = map(
-        float, re.search(r"differ by (\S+) at most \(the largest is (\S+)\)", words).groups()
+        float, re.search(r"differ by at most (\S+) \(the largest logit is (\S+)\)", words).groups()
     )
     assert largest_difference < error * largest

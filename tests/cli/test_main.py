@@ -21,16 +21,16 @@ Call = Callable[..., str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "'trian' is no verb of multilin; did you mean 'train'?"),
+        (["trian"], "'trian' is not a verb of multilin; did you mean 'train'?"),
         (["tokenizer"], "tokenizer: nothing given, but it should be train or show"),
         (["tokenizer", "shwo"], "tokenizer: 'shwo' given, but it should be train or show"),
-        (["generate"], "RUN: missing; `multilin generate --help` shows what to give"),
-        (["doctor", "now"], "now: unknown argument; `multilin doctor --help` lists what there is"),
+        (["generate"], "RUN: missing; `multilin generate --help` shows the arguments"),
+        (["doctor", "now"], "now: unknown argument; `multilin doctor --help` lists the arguments"),
         (["train", "--model.hiden_size", "8"], "--model.hiden_size: unknown flag; did you mean '--model.hidden_size'?"),
         (["train", "--model.hidden_size", "big"], "--model.hidden_size: 'big' given, but it should be an integer"),
         (["train", "--model.hidden_size"], "--model.hidden_size: a value is missing; give an integer"),
-        (["generate", "x", "--prompt", "-5"], "run: 'x' is no folder"),
-        (["generate", "x", "--prompt", "-a"], "--prompt: a value is missing; give a text, as --prompt=... where it"),
+        (["generate", "x", "--prompt", "-5"], "run: there is no folder 'x'"),
+        (["generate", "x", "--prompt", "-a"], "--prompt: a value is missing; give a text, as --prompt=... if it"),
         (["train", "--training.compile", "maybe"], "--training.compile: 'maybe' given, but it should be true or false"),
         (["train", "--schedule.name", "line"], "--schedule.name: 'line' given, but it should be linear or cosine"),
         (["train", "--optimizer.betas", "0.9"], "--optimizer.betas: '0.9' given, but it should be a list such as [0.9"),
@@ -58,7 +58,7 @@ def test_text_is_not_taken_for_a_recipe(
     assert refusal(*words, "my-books/").endswith("; text is given as --data.source my-books/")
     assert refusal(*words, "book.txt").endswith("; text is given as --data.source book.txt")
     if "compare" not in words:
-        several = "text is given as --data.source, as one file, folder or quoted glob"
+        several = "give text with --data.source: one file, folder or quoted glob"
         assert refusal(*words, "book.txt", "book.txt") == f"book.txt: unknown argument; {several}"
 
 
@@ -93,7 +93,7 @@ def test_bad_input_is_named_by_the_first_process_of_a_machine_before_the_others(
     monkeypatch.setattr("time.sleep", waits.append)
     for local_rank, expected in (("0", []), ("1", [FIRST_SECONDS])):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert refusal("trian").startswith("'trian' is no verb")
+        assert refusal("trian").startswith("'trian' is not a verb")
         assert waits == expected
 
 

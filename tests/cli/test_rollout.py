@@ -46,16 +46,15 @@ def test_outputs_that_overflow_are_refused(folder: Path, refusal: Call, tmp_path
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps(config | {"final_scale": 300.0}))
     message = refusal("rollout", large, "--prompt", "x", "--num-steps", 60, "--dtype", "float32")
-    assert re.fullmatch(
-        r"num_steps: 60 given, but the outputs grow beyond float32 after \d\d; give fewer or --dtype float64", message
-    )
+    words = r"exceed the range of float32 after \d\d steps; give fewer steps or --dtype float64"
+    assert re.fullmatch(rf"num_steps: 60 given, but the outputs {words}", message)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", ""], "prompt: none given, but a rollout goes on from a text; give --prompt with some"),
-        ([], "prompt: none given, but a rollout goes on from a text; give --prompt with some"),
+        (["--prompt", ""], "prompt: none given, but a rollout continues a text; give --prompt"),
+        ([], "prompt: none given, but a rollout continues a text; give --prompt"),
         (["--prompt", "x" * N_POSITIONS], "prompt: the text has 65 tokens, but this model reads at most 64"),
         (["--prompt", "x", "--num-steps", "64"], "num_steps: 64 after a text of 2 tokens given, but this model reads"),
         (["--prompt", "x", "--num-steps", "0"], "--num-steps: 0 given, but it should be at least 1"),

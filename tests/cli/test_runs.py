@@ -178,7 +178,7 @@ def test_a_folder_without_a_model_is_refused(refusal: Call, tmp_path: Path, verb
 
 
 def test_missing_parts_are_named(damaged: Path, refusal: Call) -> None:
-    assert refusal("generate", "nowhere").startswith("run: 'nowhere' is no folder")
+    assert refusal("generate", "nowhere").startswith("run: there is no folder 'nowhere'")
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(config | {"layers": config["layers"] * 2, "num_hidden_layers": 4}))
     assert "lack model.layers.2." in refusal("generate", damaged, "--prompt", "x")
@@ -201,7 +201,7 @@ def test_evaluate_shows_where_the_bits_go(trained: Path, cli: Call) -> None:
             assert f"{part['name']} {part['bits_per_byte']:.3f} {part['loss']:.3f}" in shown
     # The validation text is the end of one document: no best, no worst, and "1 document".
     assert found["by_document"] == {"number": 1, "long_enough": 1, "fewest_bytes": 100}
-    assert shown.endswith("1 document, 1 of at least 100 bytes")
+    assert shown.endswith("1 document, 1 of them with at least 100 bytes")
 
 
 def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Path, cli: Call, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Pat
     arguments = ["evaluate", trained, "--source", tmp_path / "texts.jsonl"]
     documents = json.loads(cli(*arguments, "--json"))["by_document"]
     shown = " ".join(cli(*arguments).split())
-    assert "5 documents, 4 of them of at least 100 bytes: median" in shown
+    assert "5 documents, 4 of them with at least 100 bytes: median" in shown
     assert "best" in shown
     assert documents["worst"][0]["begins_with"][:20] in shown
 
@@ -225,11 +225,11 @@ def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Pat
     ("arguments", "message"),
     [
         (["--long"], "long: this model reads at most 32 tokens; leave --long out, and it reads in blocks"),
-        (["--tasks", "x", "--long"], "--long: given together with --tasks, which bring their own texts"),
-        (["--tasks", "x", "--source", "y"], "--source: given together with --tasks"),
+        (["--tasks", "x", "--long"], "--long: given with --tasks, but tasks have their own texts"),
+        (["--tasks", "x", "--source", "y"], "--source: given with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
-        (["--tasks", "x", "--text-field", "y"], "--text-field: given together with --tasks, which bring"),
-        (["--encoding-errors", "replace"], "--encoding-errors: given without --source, the text that it is for"),
+        (["--tasks", "x", "--text-field", "y"], "--text-field: given with --tasks, but tasks"),
+        (["--encoding-errors", "replace"], "--encoding-errors: given without --source, whose text it describes"),
         (["--task-limit", "0"], "--task-limit: 0 given, but it should be at least 1"),
         (["--tasks", " ,"], "tasks: ' ,' given, but it should be names of lm-eval tasks, separated by commas"),
     ],
@@ -243,7 +243,7 @@ def test_what_evaluate_would_ignore_is_refused(
 def test_tasks_need_lm_eval(trained: Path, refusal: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal("evaluate", trained, "--tasks", "x").startswith(
-        "tasks: the flag needs lm_eval, which is not installed; pip install"
+        "--tasks: needs lm_eval, which is not installed; pip install"
     )
 
 

@@ -42,7 +42,7 @@ def test_a_flipped_bit_anywhere_is_seen(model: MultilinForCausalLM, state_file: 
         flipped = bytearray(content)
         flipped[place // 8] ^= 1 << place % 8
         state_file.write_bytes(flipped)
-        refused(state_file, model, "damaged|is no state|metadata|checksum")
+        refused(state_file, model, "damaged|is not a state|metadata|checksum")
     for size in [0, 7, 8, 9, header - 1, header, header + 1, len(content) - 1]:
         state_file.write_bytes(content[:size])
         refused(state_file, model, "damaged")

@@ -208,7 +208,7 @@ def test_a_rounded_export_is_checked_too(exports: Exports, tmp_path: Path, monke
 def test_a_layer_that_drops_its_state_is_not_exported(tmp_path: Path) -> None:
     """Its graphs and its PyTorch model agree in pieces, but not with the whole text."""
     run = own_run(tmp_path / "run", "dropped")
-    with pytest.raises(InputError, match="a layer does not read on from its state"):
+    with pytest.raises(InputError, match="a layer does not continue from its state"):
         export_run(run, tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -181,14 +181,14 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path: Path, 
     )
     refused("model.norm.weight should have shape", source)
     source = write_checkpoint(tmp_path / "foreign", {**weights, "other.weight": torch.ones(2)}, pickled=False)
-    refused("'other.weight' is no parameter", source)
+    refused("'other.weight' is not a parameter", source)
     for name, content in (("list", [1, 2]), ("words", {"last_norm.weight": "x"})):
         refused("damaged or hold more than tensors", write_checkpoint(tmp_path / name, content, pickled=True))
     alone = {"fastformer_model.decoders.0.attention.Wquery.weight": torch.ones(2, 2)}
     refused("do not fit together", write_checkpoint(tmp_path / "alone", alone, pickled=True))
     bias = "fastformer_model.decoders.0.boom.bias"
     source = write_checkpoint(tmp_path / "biased", {**weights, bias: torch.ones(48)}, pickled=False)
-    refused("feed_forward.expand.bias is no parameter of a model with this config", source)
+    refused("feed_forward.expand.bias is not a parameter of a model with this config", source)
     source = write_checkpoint(tmp_path / "no-config", weights, pickled=False)
     (source / "config.json").write_text("{}")
     refused("hidden_size: missing", source)

@@ -100,7 +100,7 @@ def test_random_numbers_go_on_from_their_state_which_is_that_of_pytorch(num_befo
 def test_a_state_that_no_generator_has_is_refused(change: slice) -> None:
     state = RandomNumbers(1).state
     state[change] = 255
-    with pytest.raises(InputError, match="no state of a generator"):
+    with pytest.raises(InputError, match="not the state of a generator"):
         RandomNumbers.from_state(state)
 
 

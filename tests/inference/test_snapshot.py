@@ -80,14 +80,14 @@ CONTENTS: dict[str, tuple[Callable[[dict[str, str], dict[str, Tensor]], object],
     "unread half": (lambda m, t: m.update(unread_ids="[[0.5], []]"), "unread_ids: 0.5 given"),
     "unread negative": (lambda m, t: m.update(unread_ids="[[-1], []]"), "unread_ids: -1 given"),
     "unread unknown": (lambda m, t: m.update(unread_ids=f"[[{VOCAB_SIZE}], []]"), f"unread_ids: {VOCAB_SIZE} given"),
-    "unread depth": (lambda m, t: m.update(unread_ids="[" * 100_000), "no JSON"),
-    "unread digits": (lambda m, t: m.update(unread_ids=f"[[{'9' * 5000}], []]"), "no JSON"),
+    "unread depth": (lambda m, t: m.update(unread_ids="[" * 100_000), "not JSON"),
+    "unread digits": (lambda m, t: m.update(unread_ids=f"[[{'9' * 5000}], []]"), "not JSON"),
     "random size": (lambda m, t: t.update({RNG_STATE: t[RNG_STATE][:-1].clone()}), "has shape"),
     "random dtype": (lambda m, t: t.update({RNG_STATE: t[RNG_STATE].to(torch.int8)}), "holds torch.int8"),
-    "random content": (lambda m, t: t[RNG_STATE].fill_(255), "no state of a generator"),
+    "random content": (lambda m, t: t[RNG_STATE].fill_(255), "not the state of a generator"),
     "metadata more": (lambda m, t: m.update(more="x"), "its metadata should be"),
     "metadata less": (lambda m, t: m.pop("unread_ids"), "its metadata should be"),
-    "other format": (lambda m, t: m.update(format="x"), "is no state of a text"),
+    "other format": (lambda m, t: m.update(format="x"), "is not a state of a text"),
     "other model": (lambda m, t: m.update(model="x"), "belongs to another model"),
 }
 
@@ -144,4 +144,4 @@ def test_more_rows_than_can_be_are_refused() -> None:
 
 @pytest.mark.parametrize("path", [".", "/dev/zero"])
 def test_only_files_are_read(model: MultilinForCausalLM, path: str) -> None:
-    refused(Path(path), model, "is no file")
+    refused(Path(path), model, "is not a file")

@@ -204,7 +204,7 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
         ("http://a..b", (), "does not answer"),
         ("http://host:port", (), "no address of a server"),
         (server.url + "/health?", (), "POST is not allowed"),
-        (str(run.folder), ("--session", "session_x"), "is no address of a server"),
+        (str(run.folder), ("--session", "session_x"), "is not a server's address"),
         (str(run.folder / "nothing"), (), "nothing"),
     ]
     for place, flags, message in cases:

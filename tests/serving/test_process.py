@@ -186,11 +186,11 @@ def test_mistakes_of_the_command_line(
     monkeypatch.delenv("MULTILIN_API_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, words in (
-            (["--host", "0.0.0.0"], "--host: 0.0.0.0 can be reached by others"),
+            (["--host", "0.0.0.0"], "--host: 0.0.0.0 can be reached from other machines"),
             (["--memory", "much"], "--memory: 'much' given"),
             (["--api-key", ""], "--api-key: an empty text"),
-            (["--port", str(taken.getsockname()[1])], "cannot be listened on"),
-            (["--host", "a..b", "--insecure"], "a..b:8000 cannot be listened on"),
+            (["--port", str(taken.getsockname()[1])], "cannot listen on"),
+            (["--host", "a..b", "--insecure"], "cannot listen on a..b:8000"),
             (["--slots", "0"], "--slots: 0 given"),
         ):
             assert main(["serve", str(run.folder), *arguments]) == 2

@@ -235,7 +235,7 @@ def test_a_line_without_a_finite_loss_is_read_without_it(tmp_path: Path, loss: s
     figures = {"step": 1, "tokens": 2, "seconds": 3.0, "tokens_per_second": 4.0}
     (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(figures)[:-1]}, "loss": {loss}}}\n')
     assert RunFolder(tmp_path).read_metrics() == [figures]
-    assert "every step was left out" in format_figures(figures)
+    assert "every step was skipped" in format_figures(figures)
     draw_loss([figures, figures | {"loss": 1.0}], tmp_path / "loss.png")
 
 

@@ -1,8 +1,8 @@
 """The flags of a verb, which come from settings dataclasses.
 
 A verb is a function whose parameters are settings dataclasses. Each field is a flag, with its comment as help; a field
-without a default, or marked `POSITIONAL`, is given by its place. `Annotated[dict, Recipe]` gives a flag
-`--section.field` for every field of every section of Recipe, and the function gets only those that were given.
+without a default, or marked `POSITIONAL`, is a positional argument. `Annotated[dict, Recipe]` gives a flag
+`--section.field` for every field of every section of Recipe, and the function gets only the fields that a user gave.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 POSITIONAL = "positional"
-"""Marks a field with a default that is given by its place: `recipe: Annotated[str | None, POSITIONAL] = None`."""
+"""Marks a field with a default as a positional argument: `recipe: Annotated[str | None, POSITIONAL] = None`."""
 
 
 class Flag(NamedTuple):
@@ -22,7 +22,7 @@ class Flag(NamedTuple):
     hint: Any
     section: str
     is_positional: bool
-    is_change: bool  # of something that has values of its own, such as a recipe: absent unless given
+    is_change: bool  # changes a field of a recipe; absent from the parsed values unless given
 
     @property
     def key(self) -> str:
@@ -75,7 +75,7 @@ def flags(function: Callable[..., Any]) -> Iterator[Flag]:
 
 
 def flags_of(hint: Any) -> Iterator[Flag]:
-    """Every flag of one parameter of a verb, given by its type."""
+    """Every flag of a verb's parameter of this type."""
     if get_origin(hint) is not Annotated:
         yield from _fields(hint, "", is_change=False)
         return

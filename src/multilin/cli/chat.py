@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 LARGEST_STATE = 2**30
 HELP = """\
-/fork       go on in a copy of the conversation; what was before stays as it is
+/fork       continue in a copy of the conversation; the original does not change
 /switch N   return to branch N
-/rewind N   drop the last N answers, one without N
-/save FILE  write the state, to go on from with --state
-/help       this list
-/quit       end, as Ctrl-D does
-Ctrl-C ends an answer where it is; pressed twice it drops the answer."""
+/rewind N   drop the last N answers; without N, the last one
+/save FILE  write the state, to continue later with --state FILE
+/help       show this list
+/quit       end the conversation, as Ctrl-D does
+Ctrl-C ends an answer early; a second Ctrl-C drops the answer."""
 
 
 @settings
 class ChatArguments:
-    """Whom to talk with, and how to begin."""
+    """The model to talk with, and how the conversation begins."""
 
     target: PathText  # address of a server (http://...), or folder of a trained or exported model
-    system: Prose | None = None  # instructions, read before the first message
-    state: PathText | None = None  # go on from the state in this file
-    session: Name | None = None  # go on with this session of the server
-    api_key: str | None = None  # of the server; better in MULTILIN_API_KEY
-    engine: EngineName = "auto"  # for a folder, see `multilin generate --help`
+    system: Prose | None = None  # instructions that the model reads before the first message
+    state: PathText | None = None  # continue from the state in this file
+    session: Name | None = None  # continue this session of the server
+    api_key: str | None = None  # key of the server; safer in the environment variable MULTILIN_API_KEY
+    engine: EngineName = "auto"  # engine for a folder; see `multilin generate --help`
 
 
 def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
-    """Talk with a model: one on a server, or one in a folder.
+    """Chat with a model on a server or in a folder.
 
-    Messages are lines of stdin; stdout gets the answers alone. /help lists the commands.
+    Each line of stdin is a message; stdout gets only the answers. /help lists the commands.
     """
     state = _check(arguments, settings)
     with _opened(arguments, settings, state) as first:
@@ -59,10 +59,10 @@ def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
 
 
 def _talk(talk: "_Talk", *, is_kept: bool) -> None:
-    """Answer the lines of stdin; a conversation that is kept, by a server, is named at the end."""
+    """Answer the lines of stdin; at the end, tell how to continue a conversation that a server keeps."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("multilin: /help lists commands, Ctrl-C ends an answer, Ctrl-D the conversation", file=sys.stderr)
+        print("multilin: /help lists commands; Ctrl-C ends an answer; Ctrl-D ends the chat", file=sys.stderr)
     try:
         for line in _lines(is_terminal):
             try:
@@ -77,7 +77,7 @@ def _talk(talk: "_Talk", *, is_kept: bool) -> None:
                 print(f"multilin: {error}", file=sys.stderr)
     finally:
         if is_kept and (any(talk.answers) or talk.begins_with_state):
-            print(f"multilin: go on with --session {talk.current.session}", file=sys.stderr)
+            print(f"multilin: continue with --session {talk.current.session}", file=sys.stderr)
 
 
 @dataclass
@@ -85,9 +85,9 @@ class _Talk:
     """The branches of a conversation.
 
     system: instructions, which are sent before the first message.
-    answers: of each branch since then.
-    place: of the current branch.
-    begins_with_state: whether the first turn came from a file, which is no answer to drop.
+    answers: number of answers in each branch since it began.
+    place: index of the current branch.
+    begins_with_state: whether it began from a state file, whose text cannot be dropped.
     """
 
     branches: "list[Conversation]"
@@ -122,7 +122,7 @@ class _Talk:
         except InputError as error:
             if has_text:  # the answer broke off
                 print(flush=True)
-            if "(n_positions)" in str(error):  # a server's error is known by its words alone
+            if "(n_positions)" in str(error):  # only its words tell the kind of a server's error
                 raise InputError(f"{error}; /rewind N drops earlier answers") from None
             raise
         print(flush=True)
@@ -136,7 +136,7 @@ class _Talk:
         if name == "/quit":
             return False
         if name not in commands:
-            hint = nearest(name, commands) or "; /help lists those that there are"
+            hint = nearest(name, commands) or "; /help lists the commands"
             raise InputError(f"{name}: unknown command{hint}")
         commands[name](value.strip())
         return True
@@ -160,10 +160,10 @@ class _Talk:
 
     def _save(self, value: str) -> None:
         if not value:
-            raise InputError("/save: no file given")
+            raise InputError("/save: no file given; type /save FILE")
         path = check_writable("/save", os.path.expanduser(value))  # noqa: PTH111 - leaves ~nobody
         write_whole(path, self.current.state())
-        print(f"multilin: written: {path}", file=sys.stderr)
+        print(f"multilin: saved the state in {path}", file=sys.stderr)
 
 
 def _number(command: str, value: str, largest: int, things: str) -> int:
@@ -179,21 +179,21 @@ def _is_address(target: str) -> bool:
 def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | None:
     """Refuse flags that exclude each other; returns the content of the state file."""
     if settings.num_beams > 1:
-        raise InputError(f"num_beams: {settings.num_beams} given, but answers are not searched; leave it out")
+        raise InputError(f"num_beams: {settings.num_beams} given, but chat has no beam search; leave it out")
     state = None if arguments.state is None else read_bytes(arguments.state, "--state", LARGEST_STATE)
     for name in ("session", "api_key") if not _is_address(arguments.target) else ():
         if getattr(arguments, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')}: given, but {arguments.target} is no address of a server")
+            raise InputError(f"--{name.replace('_', '-')}: given, but {arguments.target} is not a server's address")
     if state is not None and arguments.session is not None:
         raise InputError("--state: given together with --session; give one of them")
     if not _is_address(arguments.target):
-        check_installed("chat: with a folder it", "serve", "fastapi", "uvicorn", "prometheus_client")
+        check_installed("TARGET: a folder", "serve", "fastapi", "uvicorn", "prometheus_client")
     return state
 
 
 @contextlib.contextmanager
 def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes | None) -> "Iterator[Conversation]":
-    """The first branch of a conversation; the client, and the server of a folder, end with the block."""
+    """The first branch of a conversation; its client, and the server for a folder, close when the block ends."""
     from multilin.serving.conversation import Conversation, connect
 
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes
 
 @contextlib.contextmanager
 def _serving(folder: Path, engine_name: EngineName, settings: GenerationSettings) -> Iterator[tuple[str, str]]:
-    """A server for a folder that ends with the block: its address, and the key that only this process knows."""
+    """A server for a folder, closed when the block ends: its address, and a key that only this process knows."""
     with open_at_once(folder, engine_name) as (engine, codec):
         from multilin.serving.app import Server, create_app
         from multilin.serving.service import Service
@@ -247,7 +247,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 
 def _typed() -> str:
-    """A line typed in the terminal; where stdout leads elsewhere, the answers alone go there."""
+    """A line typed in the terminal; if stdout is redirected, the prompt goes to stderr and stdout gets only answers."""
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)

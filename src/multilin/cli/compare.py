@@ -17,30 +17,30 @@ from multilin.training.recipe import Changes
 if TYPE_CHECKING:
     from multilin.analysis.compare.record import Comparison
 
-LONGER, MOST_SEEDS = 4, 100  # times the budget where no row has learned a task; of a comparison
+LONGER, MOST_SEEDS = 4, 100  # factor of the budget if no row has learned a task; seeds of a comparison
 
 
 @settings
 class CompareArguments:
     """The models to compare, and their budget."""
 
-    rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file; or recipes and models by name
+    rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file, or names of recipes and models
     tokens: Amount | None = None  # budget of each run: training tokens
-    flops: Amount | None = None  # or floating-point operations
-    seconds: Amount | None = None  # or seconds of training
-    seeds: Repeats | None = None  # train every row so many times
+    flops: Amount | None = None  # or floating-point operations of each run
+    seconds: Amount | None = None  # or seconds of training of each run
+    seeds: Repeats | None = None  # training runs of each row, each with another seed
     task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
-    only: str | None = None  # train and report these rows alone, commas between their names
+    only: str | None = None  # train and report only these rows: names separated by commas
     overwrite: bool = False  # replace the runs in the output folder
 
 
 def compare(arguments: CompareArguments, changes: Changes) -> None:
-    """Train several models with the same budget and report which is best, how fast it learns, what it costs to run.
+    """Train several models with the same budget; report which is best, how fast each learns and what it costs to run.
 
-    Without a name: all architectures, GPT-2 and Llama on the text inside Python itself, with three seeds each.
-    Fields of recipes given as flags go to every row. Started again, it goes on where it stopped.
+    Without a name, it compares all architectures, GPT-2 and Llama on text from Python itself, with three seeds each.
+    Recipe fields given as flags apply to every row. Run the same command again to continue an interrupted comparison.
     """
-    if len(arguments.rows) > 1:  # perhaps names of models, which are known when all of them are imported
+    if len(arguments.rows) > 1:  # perhaps names of models, which are known only after all models are imported
         with loading():
             importlib.import_module("multilin.model.factory")
     budget = Budget(tokens=arguments.tokens, flops=arguments.flops, seconds=arguments.seconds)
@@ -63,7 +63,7 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 def _next(
     arguments: CompareArguments, changes: Changes, sweep: Sweep, comparison: "Comparison"
 ) -> Iterator[list[object]]:
-    """Commands that show more of the best row, or that may tell which one it is."""
+    """The next commands: they use the best row, or may find out which row is best."""
     given = {name: value for name, value in vars(arguments).items() if name not in ("rows", "overwrite")} | changes
 
     def again(**changed: object) -> list[object]:
@@ -79,11 +79,11 @@ def _next(
     elif not best:
         yield again()
     elif len(best) > 1 and sweep.seeds == list(range(len(sweep.seeds))):
-        yield again(seeds=min(2 * len(sweep.seeds) + 1, MOST_SEEDS))  # runs of the first ones are not made again
+        yield again(seeds=min(2 * len(sweep.seeds) + 1, MOST_SEEDS))  # finished runs are not repeated
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """Print which row is best, all rows, the best first, and the remarks."""
+    """Print which row is best, a table of all rows with the best first, and the remarks."""
     from multilin.analysis.compare.answers import UNITS, best_sentence
     from multilin.analysis.compare.report import table
 

@@ -22,9 +22,9 @@ PROMPT = "Return a"
 
 
 def demo(changes: Changes) -> None:
-    """Train a small model on text that is already on this machine, compare it, and read text that it generates.
+    """Train a small model on text that is already on this machine, score it, and show text that it generates.
 
-    It takes about two minutes on two cores. A demo that ran before is replaced.
+    It takes about two minutes on two cores. It replaces the result of an earlier demo.
     Fields that the recipe `demo` leaves out have the defaults below.
     """
     recipe = read_recipe(RECIPE, changes)
@@ -43,7 +43,7 @@ def demo(changes: Changes) -> None:
     console = make_console()
     console.print(
         f"Training a small {recipe.model.kind} model from scratch on {recipe.data.name} "
-        f"({recipe.training.length}, into {recipe.output})",
+        f"for {recipe.training.length}, saved in {recipe.output}",
         soft_wrap=True,
         markup=False,
     )
@@ -57,17 +57,17 @@ def demo(changes: Changes) -> None:
     folder = RunFolder(result.output)
     picture = folder.path / "demo.png"
     draw_bits_per_byte(folder.read_metrics(), counted, picture)
-    console.print("(less is better; the counted ones are interpolated n-grams of the same training text)", style="dim")
-    console.print("\nText that it generates, after the words in bold:\n")
+    console.print("(Less is better. Counting models are interpolated n-grams of the training text.)", style="dim")
+    console.print("\nGenerated text, after the prompt in bold:\n")
     console.print(PROMPT, style="bold", end="")
     run, write = Run(result.output, result.model, result.tokenizer), functools.partial(print, end="", flush=True)
     generate_text(run, PROMPT, SAMPLE, write=write)
-    console.print(f"\n\nThe course of the training: {picture}", soft_wrap=True, markup=False)
+    console.print(f"\n\nPlot of the training: {picture}", soft_wrap=True, markup=False)
     say_next(["multilin", "generate", result.output, "--prompt", PROMPT], ["multilin", "info", result.output])
 
 
 def _print_scores(counted: Mapping[str, float], result: "RunResult") -> None:
-    rows = [(f"{name}, counted", f"{bits:.3f}") for name, bits in counted.items()]
+    rows = [(f"{name} counting model", f"{bits:.3f}") for name, bits in counted.items()]
     model = f"this model ({result.model.num_parameters() / 1e6:.1f} M parameters)"
     rows.append((model, f"{result.validation_bits_per_byte:.3f}"))
     print_table("lr", rows, head=("validation text", "bits per byte"), bold={len(counted)})

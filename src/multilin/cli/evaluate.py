@@ -25,11 +25,11 @@ class EvaluateArguments:
     """The model and the tasks."""
 
     run: PathText  # folder of a trained model
-    long: bool = False  # read every document whole, through the state, instead of blocks
+    long: bool = False  # read each document as a whole, through the state, instead of in blocks
     tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
-    task_folder: PathText | None = None  # a folder with lm-eval tasks of your own
-    trust_task_code: bool = False  # run the code in that folder: its YAML and templates can hold Python
-    task_limit: Tokens | None = None  # examples of each task; none takes all
+    task_folder: PathText | None = None  # folder with your lm-eval tasks
+    trust_task_code: bool = False  # allow the Python code in that folder's YAML files and templates to run
+    task_limit: Tokens | None = None  # most examples of each task; all if not given
     json: bool = False  # print JSON
     output: PathText | None = None  # also write the JSON to this file
 
@@ -39,13 +39,13 @@ class QuantizeArguments:
     """The model to round."""
 
     run: PathText  # folder of a trained model
-    output: PathText | None = None  # folder for the int8 model; without one RUN-int8
+    output: PathText | None = None  # folder for the int8 model; RUN-int8 if not given
 
 
 def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None:
     """Score a trained model on a text, as a whole and by position, kind of token, frequency and document.
 
-    Bits per byte can be compared across tokenizers, nats per token and perplexity cannot. With --tasks the model is
+    Bits per byte can be compared across tokenizers; nats per token and perplexity cannot. With --tasks, the model is
     scored on tasks of EleutherAI's lm-eval instead.
     """
     _check_together(arguments, settings)
@@ -61,7 +61,7 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
 
             from multilin.analysis.evaluate.tasks import evaluate_tasks
 
-        # They draw bars and make remarks about every task and model.
+        # These libraries print progress bars, and remarks about every task and model.
         datasets.disable_progress_bars()
         logging.getLogger("lm_eval").setLevel(logging.CRITICAL)
         data = evaluate_tasks(
@@ -88,9 +88,9 @@ def evaluate(arguments: EvaluateArguments, settings: EvaluationSettings) -> None
 
 
 def quantize(arguments: QuantizeArguments, settings: EvaluationSettings) -> None:
-    """Round a trained model's weights to int8, and show size and loss of both.
+    """Round a trained model's weights to int8, and compare size and loss with the original.
 
-    Embedding and output stay as they are; evaluate and generate run from the new folder.
+    Embedding and output layer are not rounded. `evaluate` and `generate` take the new folder as a run.
     """
     _check_source(settings)
     check_run_files(arguments.run)
@@ -117,17 +117,17 @@ def _check_together(arguments: EvaluateArguments, settings: EvaluationSettings) 
     if name := next((name for name, given in ignored.items() if given), None):
         if arguments.tasks is None:
             raise InputError(f"{name}: given without --tasks; name the tasks to score on")
-        raise InputError(f"{name}: given together with --tasks, which bring their own texts; leave one of them out")
+        raise InputError(f"{name}: given with --tasks, but tasks have their own texts; leave one of the two out")
     if arguments.long and settings.batch_size != EvaluationSettings.batch_size:
         raise InputError("--batch-size: given together with --long, which reads one document at a time; leave it out")
     _check_source(settings)
 
 
 def _check_source(settings: EvaluationSettings) -> None:
-    """Refuse flags for a text of one's own without it."""
+    """Refuse flags that describe the text of --source if there is no --source."""
     given = [name for name, is_given in _of_source(settings).items() if is_given]
     if settings.source is None and given:
-        raise InputError(f"{given[0]}: given without --source, the text that it is for; leave it out, or give both")
+        raise InputError(f"{given[0]}: given without --source, whose text it describes; leave it out, or give both")
 
 
 def _of_source(settings: EvaluationSettings) -> dict[str, bool]:
@@ -138,7 +138,7 @@ def _of_source(settings: EvaluationSettings) -> dict[str, bool]:
 def _task_names(tasks: str | None) -> list[str]:
     if tasks is None:
         return []
-    check_installed("tasks: the flag", "eval", "lm_eval")
+    check_installed("--tasks:", "eval", "lm_eval")
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise InputError(f"tasks: {tasks!r} given, but it should be names of lm-eval tasks, separated by commas")
@@ -173,12 +173,12 @@ def _print_documents(documents: Mapping[str, Any]) -> None:
     """Print the number of documents; for two or more long ones also the spread, the best and the worst."""
     console, number, long_enough = make_console(), plural(documents["number"], "document"), documents["long_enough"]
     if "best" not in documents:
-        console.print(f"{number}, {long_enough} of at least {documents['fewest_bytes']} bytes")
+        console.print(f"{number}, {long_enough:,} of them with at least {documents['fewest_bytes']} bytes")
         return
     low, middle, high = documents["bits_per_byte_quantiles"].values()
     console.print(
-        f"{number}, {long_enough:,} of them of at least {documents['fewest_bytes']} bytes: median {middle:.3f} bits "
-        f"per byte, eight in ten between {low:.3f} and {high:.3f}"
+        f"{number}, {long_enough:,} of them with at least {documents['fewest_bytes']} bytes: median {middle:.3f} bits "
+        f"per byte; 80 % lie between {low:.3f} and {high:.3f}"
     )
     rows = []
     for name in ("best", "worst"):

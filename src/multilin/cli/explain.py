@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from multilin.analysis.explain.run import Report
 
-REPORT_KINDS = ("html", "png", "json")  # of the files explain.html, ...
+REPORT_KINDS = ("html", "png", "json")  # endings of the files explain.html, ...
 NUM_LARGEST = 10
 SHADES = ((235, 242, 252), (200, 221, 247), (152, 193, 240), (96, 158, 229), (43, 117, 209))
 
@@ -29,16 +29,16 @@ class ExplainArguments:
     """The model and the text to explain."""
 
     run: PathText  # folder of a trained model
-    text: Prose | None = None  # text to explain; without one it is read from a pipe, or taken from the validation text
-    file: PathText | None = None  # file with the text to explain; one newline at its end is left out
-    output: PathText | None = None  # folder for the page, the picture and the JSON; without one RUN/explain
+    text: Prose | None = None  # text to explain; if not given, it is read from a pipe or taken from the validation text
+    file: PathText | None = None  # file with the text to explain; a newline at its end is dropped
+    output: PathText | None = None  # folder for the page, the picture and the JSON; RUN/explain if not given
     json: bool = False  # print the JSON
 
 
 def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
-    """Show what a trained model read of a text: the weights of its layers, checked by removing each token.
+    """Show which tokens of a text a model used: the weights of its layers, checked by removing each token.
 
-    Writes a page to look at, a picture and JSON, and shows the text coloured by what its last position read.
+    Writes a web page, a picture and JSON, and prints the text coloured by how much its last position used each token.
     """
     check_run_files(arguments.run)
     folder = _output_folder(arguments)
@@ -57,7 +57,7 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
         print(paths[-1].read_text(encoding="utf-8"))
     else:
         print_report(report)
-        print("\nWritten, to open in a browser:", *paths, sep="\n  ")
+        print("\nFiles; open the page in a browser:", *paths, sep="\n  ")
     say_next(["multilin", "evaluate", arguments.run])
 
 
@@ -72,14 +72,14 @@ def _output_folder(arguments: ExplainArguments) -> Path:
 
 
 def print_report(report: "Report") -> None:
-    """Print what was found in words, then the weights at the last position and the effect of removing tokens there."""
+    """Print the findings in words, then the weights at the last position and the effect of removing tokens there."""
     from rich.padding import Padding
 
     from multilin.analysis.explain.run import MEANINGS, answer, finding
 
     console, explanation = make_console(), report.explanation
     last = len(report.tokens) - 1
-    console.print(f"What {report.name} read", style="bold", end="", markup=False, highlight=False)
+    console.print(f"Tokens that {report.name} used", style="bold", end="", markup=False, highlight=False)
     console.print(f": {report.source}, {plural(last, 'token')}", markup=False, highlight=False)
     console.print(f"\n{answer(report)}", style="bold", markup=False, highlight=False)
     console.print(f"\n{finding(explanation)}", markup=False, highlight=False)
@@ -91,7 +91,7 @@ def print_report(report: "Report") -> None:
         _print_largest(report, weights_S, "weight")
     if effects_S is not None:
         console.print(
-            f"\nEffect of removal on the prediction after the last position, whose own token is left out. "
+            f"\nEffect of removing each token but the last on the prediction of the next token. "
             f"{MEANINGS['divergence']}"
         )
         if weights_S is None:
@@ -126,7 +126,7 @@ def _print_largest(report: "Report", values_S: "NDArray[np.float64]", name: str)
         ("start of the text" if index == 0 else labels[index], str(index), f"{values_S[index]:.4g}")
         for index in largest(values_S, NUM_LARGEST)
     ]
-    print_table("lrr", rows, head=("token", "at", name))
+    print_table("lrr", rows, head=("token", "position", name))
 
 
 def _print_agreements(report: "Report") -> None:

@@ -1,4 +1,4 @@
-"""The verb that exports a model as graphs, and the engine that `multilin generate` runs."""
+"""The verb that exports a model as graphs, and the choice of the engine that runs a model."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multilin.training.outcomes import RunResult
 
 EXPORT_SECONDS = 30.0
-"""About what an export takes on two cores."""
+"""The approximate time of an export on two cores."""
 
 
 @settings
@@ -34,16 +34,16 @@ class ExportArguments:
     """What to export."""
 
     run: PathText  # folder of a trained model
-    output: PathText | None = None  # folder to write; without one RUN-onnx or RUN-web
+    output: PathText | None = None  # folder to write; RUN-onnx or RUN-web if not given
     format: Literal["onnx", "web"] = "onnx"  # graphs for ONNX Runtime, or a page that runs them in a browser
-    precision: Literal["float32", "8bit", "4bit"] | None = None  # of the matrices; none is float32, for web 8bit
-    runtime: PathText | None = None  # folder with the files of onnxruntime-web; without one they are fetched from npm
+    precision: Literal["float32", "8bit", "4bit"] | None = None  # of the matrices; default: float32, for web 8bit
+    runtime: PathText | None = None  # folder with the files of onnxruntime-web; fetched from npm if not given
 
 
 def export(arguments: ExportArguments) -> None:
     """Write a model as ONNX graphs that run without multilin.
 
-    Fails if their logits differ from the model's.
+    Fails if the graphs' logits differ from the model's.
     """
     check_run_files(arguments.run)
     if (kind := model_type(Path(arguments.run))) not in ("multilin", None):
@@ -53,7 +53,7 @@ def export(arguments: ExportArguments) -> None:
     if arguments.format == "onnx" and arguments.runtime is not None:
         raise InputError("runtime: given, but only --format web has a runtime; leave it out")
     if arguments.format == "web" and arguments.precision == "4bit":
-        raise InputError("precision: 4bit given, but a page takes float32 or 8bit")
+        raise InputError("precision: 4bit given, but --format web takes float32 or 8bit")
     check_installed("export:", "export", "onnx", "onnxscript", "onnxruntime")
     run = load(arguments.run)
     run.model.cpu()  # where the export runs, too
@@ -77,14 +77,14 @@ def export(arguments: ExportArguments) -> None:
                 text = validation_text(run, recipe, progress)
                 progress("comparing with the original", 0, 1)
                 comparison = compare_export(run, output / "model" if arguments.format == "web" else output, text)
-        except InputError as error:  # the text may be gone; the export is written, and needs none
+        except InputError as error:  # the export is complete; only the text for its score may be missing
             reason = str(error)
     if comparison is None:
-        print(f"multilin: no scores of the export: {reason}", file=sys.stderr)
+        print(f"multilin: warning: the export is complete, but it was not scored: {reason}", file=sys.stderr)
     else:
         _print_comparison(comparison, precision)
     if arguments.format == "web":
-        print("\nThen open http://localhost:8000", file=sys.stderr)
+        print("\nServe the folder with the command below, then open http://localhost:8000", file=sys.stderr)
         say_next(["python", "-m", "http.server", "--directory", output])
     else:
         say_next(["multilin", "generate", output], ["less", output / "README.md"])
@@ -98,9 +98,9 @@ def _print_comparison(comparison: "Comparison", precision: str) -> None:
     ]
     print_table("lrrr", rows, head=["", "bits per byte", "bytes", "tokens/s"])
     make_console().print(
-        f"Bits per byte of {comparison.num_tokens:,} tokens of the validation text. The logits differ by "
-        f"{comparison.largest_difference:.1e} at most (the largest is {comparison.largest_logit:.1f}); "
-        f"{comparison.equal_tokens} of {comparison.num_greedy} greedy tokens are equal.",
+        f"Bits per byte on {comparison.num_tokens:,} tokens of the validation text. Logits differ by at most "
+        f"{comparison.largest_difference:.1e} (the largest logit is {comparison.largest_logit:.1f}). "
+        f"The first {comparison.equal_tokens} of {comparison.num_greedy} greedy tokens are equal.",
         soft_wrap=True,
     )
 
@@ -114,10 +114,10 @@ def open_engine(
         folder: the run or the export.
         name: the engine to open.
         is_server: other threads need the cores while the engine waits.
-        waits: where `auto` lacks an export, make it; otherwise take PyTorch.
+        waits: if `auto` finds no export, make one first; False runs PyTorch instead.
 
     Raises:
-        InputError: no model there, ONNX Runtime asked for and missing, or PyTorch asked for an export.
+        InputError: no model there, ONNX Runtime chosen but not installed, or PyTorch chosen for an export.
     """
     if not is_export(folder):
         check_run_files(folder)
@@ -141,15 +141,15 @@ def open_engine(
         reason = _export_for(folder, may_fail=name == "auto")
     if reason is None:
         return open_folder(cache_folder(folder))
-    print(f"multilin: engine torch, as {reason}", file=sys.stderr)
+    print(f"multilin: using the engine torch, because {reason}", file=sys.stderr)
     return open_folder(folder)
 
 
 @contextlib.contextmanager
 def open_at_once(folder: Path, name: EngineName) -> "Iterator[tuple[Engine, TextCodec]]":
-    """Like `open_engine`, without waiting for an export that `auto` lacks.
+    """Like `open_engine`, but without waiting for an export if `auto` finds none.
 
-    PyTorch runs the block instead. Afterwards the run is exported in the background, for the calls that follow.
+    PyTorch runs the block instead. Afterwards the run is exported in the background, for later calls.
     """
     engine, codec = open_engine(folder, name, waits=False)
     yield engine, codec
@@ -158,13 +158,13 @@ def open_at_once(folder: Path, name: EngineName) -> "Iterator[tuple[Engine, Text
 
 
 def export_trained(result: "RunResult") -> None:
-    """Begin to export a new run, so that its first text comes at once, unless training took less than that takes."""
+    """Export a new run in the background for `generate`, unless training took less time than an export."""
     if result.seconds > EXPORT_SECONDS and is_main_process():
         export_later(Path(result.output))
 
 
 def export_later(folder: Path) -> None:
-    """Begin to export a run in the background, for the next `generate`; only where ONNX Runtime can run the model."""
+    """Begin to export a run in the background, for the next `generate`, if ONNX Runtime can run the model."""
     from multilin.export.cache import export_in_background, is_exporting, why_torch
 
     is_ours = model_type(folder) == "multilin"
@@ -178,7 +178,7 @@ def export_later(folder: Path) -> None:
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
-    """Export a run into the folder beside it; if it may fail, the result is the reason why it did, or None."""
+    """Export a run into the folder beside it; if it may fail, the result is the reason of a failure, or None."""
     from multilin.cli.progress import show_progress
     from multilin.export.cache import keep_export
 

@@ -26,21 +26,21 @@ class GenerateArguments:
     """The model and the prompt."""
 
     run: PathText  # folder of a trained or exported model
-    prompt: Prose | None = None  # text to continue; without one it is read from a pipe, or the model begins a text
-    prompt_file: PathText | None = None  # file with the text to continue; one newline at its end is left out
-    state: PathText | None = None  # go on from the state in this file; the prompt, if any, is added to its text
-    save_state: PathText | None = None  # write the state after the last token to this file, to go on from
-    engine: EngineName = "auto"  # auto takes PyTorch until a background export for ONNX Runtime is ready, or on a GPU
-    echo: bool = True  # also write the prompt itself to stdout
+    prompt: Prose | None = None  # text to continue; if not given, it is read from a pipe, or the model begins a text
+    prompt_file: PathText | None = None  # file with the text to continue; a newline at its end is dropped
+    state: PathText | None = None  # continue from the state in this file; a prompt is added to its text
+    save_state: PathText | None = None  # write the state after the last token to this file, to continue with --state
+    engine: EngineName = "auto"  # auto: PyTorch on a GPU, and until a background export for ONNX Runtime is ready
+    echo: bool = True  # also print the prompt
 
 
 @settings
 class RolloutArguments:
     """The model and the prompt."""
 
-    run: PathText  # folder of a trained model, all of it linear
-    prompt: Prose | None = None  # text to go on from; without one it is read from a pipe
-    prompt_file: PathText | None = None  # file with the text to go on from; one newline at its end is left out
+    run: PathText  # folder of a trained model whose layers are all linear
+    prompt: Prose | None = None  # text to continue; if not given, it is read from a pipe
+    prompt_file: PathText | None = None  # file with the text to continue; a newline at its end is dropped
     json: bool = False  # print JSON
 
 
@@ -49,22 +49,22 @@ class MergeArguments:
     """The run to merge."""
 
     run: PathText  # folder of a run that trained adapters
-    output: PathText | None = None  # new folder for the model; without one RUN-merged
+    output: PathText | None = None  # new folder for the model; RUN-merged if not given
 
 
 @settings
 class ConvertArguments:
     """The checkpoint to convert."""
 
-    kind: Literal["fastformer", "leap"]  # the package that the checkpoint comes from: fastformer or leap
-    source: PathText  # its folder
-    output: PathText  # folder to write ours to
+    kind: Literal["fastformer", "leap"]  # package of the checkpoint: fastformer (fastformerLM) or leap
+    source: PathText  # folder of the checkpoint
+    output: PathText  # folder to write the multilin model to
 
 
 def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None:
-    """Generate text with a trained model, streamed as it comes.
+    """Generate text with a trained model, and print each token as it comes.
 
-    stdout gets the text alone: the prompt and what follows it.
+    stdout gets only the text: the prompt and its continuation.
     """
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
     state, save_state = arguments.state, arguments.save_state
@@ -100,9 +100,9 @@ def _search(
     """Beam search, in PyTorch."""
     for name, given in (("state", arguments.state), ("save-state", arguments.save_state)):
         if given is not None:
-            raise InputError(f"--{name}: given with a search among {settings.num_beams} texts; use --num-beams 1")
+            raise InputError(f"--{name}: given, but --num-beams {settings.num_beams} keeps no state; use --num-beams 1")
     if arguments.engine == "onnx":
-        raise InputError(f"num_beams: {settings.num_beams} given, but the engine onnx searches no beams")
+        raise InputError(f"num_beams: {settings.num_beams} given, but only the engine torch has beam search")
     check_run_files(arguments.run)
     run = load(arguments.run)
     from multilin.inference.generate_run import generate_text
@@ -111,9 +111,9 @@ def _search(
 
 
 def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
-    """Feed the raw outputs of an all-linear model back as its inputs, all at once and one by one.
+    """Feed an all-linear model's raw outputs back as its inputs, in parallel and one by one.
 
-    Not the likeliest token is fed back but the whole vector of outputs; each is shown as its likeliest token.
+    The whole output vector is fed back, not the likeliest token. Each vector is printed as its likeliest token.
     """
     check_run_files(arguments.run)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
@@ -129,10 +129,10 @@ def rollout(arguments: RolloutArguments, settings: RolloutSettings) -> None:
 
 
 def merge(arguments: MergeArguments) -> None:
-    """Merge the adapters of a run with the model they belong to into a model of its own."""
+    """Merge a run's LoRA adapters into their base model, and write the result as a new model."""
     check_run_files(arguments.run)
     if not is_adapter(Path(arguments.run)):
-        raise InputError(f"run: {arguments.run} holds a whole model and no adapters to merge")
+        raise InputError(f"run: {arguments.run} holds a whole model, but only adapters can be merged")
     output = Path(arguments.output or beside(arguments.run, "-merged"))
     check_folder("--output", output, must_be_new=True)
     run = load(arguments.run)
@@ -143,7 +143,7 @@ def merge(arguments: MergeArguments) -> None:
 
 
 def convert(arguments: ConvertArguments) -> None:
-    """Turn a checkpoint of another package into ours, with the same logits."""
+    """Convert a checkpoint of another package into a multilin model with the same logits."""
     with loading():
         from multilin.inference.convert import convert_checkpoint
     convert_checkpoint(arguments.kind, Path(arguments.source), Path(arguments.output))
@@ -154,7 +154,7 @@ def _print_rollout(result: "RolloutResult") -> None:
     """Print both texts, their times and the difference of the vectors."""
     console = make_console()
     console.print(
-        "Raw output vectors are fed back as inputs, not the likeliest token; each is shown as its likeliest.\n",
+        "Raw output vectors are fed back as inputs. Each vector is shown as its likeliest token.\n",
         soft_wrap=True,
     )
     for name, way in (("parallel", result.parallel), ("sequential", result.sequential)):
@@ -162,7 +162,7 @@ def _print_rollout(result: "RolloutResult") -> None:
         console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  {text}", soft_wrap=True, markup=False)
     console.print(
         f"\n{plural(result.num_steps, 'output')} after {plural(result.num_prompt_tokens, 'token')} in "
-        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast, the outputs differ by "
-        f"{result.largest_difference:.1e} at most (relative)",
+        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast; the outputs differ by at most "
+        f"{result.largest_difference:.1e} (relative)",
         soft_wrap=True,
     )

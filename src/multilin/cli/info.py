@@ -26,9 +26,9 @@ class InfoArguments:
 
 
 def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
-    """Describe a model: parameters, work per token, state, layers; and the options of an architecture.
+    """Describe a model: parameters, operations per token, state, layers; and the options of an architecture.
 
-    Without a name: list the architectures.
+    Without a name, list the architectures.
     """
     if arguments.model is None:
         _print_architectures(arguments, sizes)
@@ -47,7 +47,7 @@ def info(arguments: InfoArguments, sizes: ModelSizes) -> None:
 
 def _print_architectures(arguments: InfoArguments, sizes: ModelSizes) -> None:
     if sizes != ModelSizes():
-        raise InputError("MODEL: missing; sizes are those of a model, so give the name of an architecture")
+        raise InputError("MODEL: missing, but sizes are given; give the name of an architecture")
     with loading():
         from multilin.architectures.base import architectures
 
@@ -89,8 +89,8 @@ def _print_model(info: "ModelInfo") -> None:
     )
     print_table("rlwrr", rows, head=("layer", "architecture", "options", "parameters", "state bytes"))
     console.print(
-        "\nFLOPs: matrix products and attention for one token after another; a multiplication and an addition "
-        "are two; pointwise work is not counted.",
+        "\nFLOPs count matrix products and attention when tokens are read one by one; a multiplication and an addition "
+        "count as two. Pointwise operations are not counted.",
         style="dim",
     )
 
@@ -107,7 +107,7 @@ def _print_options(architecture: "Architecture") -> None:
 
 
 def _growth(growth: int, unit: str) -> str:
-    return f", and {growth:,}{unit} more per further token" if growth else ""
+    return f", plus {growth:,}{unit} for each further token" if growth else ""
 
 
 def _listed(options: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ class DoctorArguments:
 
 
 def doctor(arguments: DoctorArguments) -> None:
-    """Show what this machine offers and which implementation every op will use."""
+    """Show this machine's hardware and packages, and which implementation each op will use."""
     with loading():
         from multilin.analysis.machine import examine
 
@@ -139,8 +139,8 @@ def _print_checkup(checkup: "Checkup") -> None:
     rows |= {
         "device": checkup.device,
         "threads": f"{checkup.threads} on {plural(checkup.cores, 'core')}",
-        "processor has": " ".join(checkup.cpu_features),
-        "precision auto is": checkup.precision,
+        "processor features": " ".join(checkup.cpu_features),
+        "precision auto means": checkup.precision,
         "freed memory": checkup.freed_memory,
     }
     rows |= {f"op {name}": backend for name, backend in checkup.backends.items()}

@@ -36,7 +36,7 @@ from multilin.training.environment import drop_empty
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-FIRST_SECONDS = 5.0  # in which the first of several processes on a machine names bad input before the others do
+FIRST_SECONDS = 5.0  # the other processes of a machine wait so long, so that the first one reports bad input
 HELP = ("-h", "--help", "help")
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
     """
-    if arguments is None:  # as a program, which removes what it has half written also when it is ended by SIGTERM
+    if arguments is None:  # as a program: SIGTERM must remove half-written files, too
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         sys.unraisablehook = _repeat_signal
-    # Those that the shell closed, as by 2>&-.
+    # The shell may have closed them, as by 2>&-.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
     if sys.stdout is None:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(str(error), FAILED)
         except KeyboardInterrupt:
             return _fail("interrupted", INTERRUPTED)
-        except BrokenPipeError:  # the reader has enough
+        except BrokenPipeError:  # the reader of stdout closed it
             _give_up_stdout()
             return BROKEN_PIPE
         except UnicodeEncodeError as error:
@@ -87,13 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 error.filename = "stdout"  # every other output is written to a file that has a name
             return _fail(system_error(error), BAD_INPUT if error.errno == errno.ENAMETOOLONG else FAILED)
-        except SystemExit as end:  # after --help, or by rich when the reader has enough
+        except SystemExit as end:  # after --help, or by rich when the reader of stdout closed it
             return BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
 
 
 def _run(arguments: list[str]) -> None:
     for argument in arguments:
-        argument.encode()  # raises on bytes that are not UTF-8, which Python passes on as halves of characters
+        argument.encode()  # raises on bytes that are not UTF-8, which Python passes on as surrogates
     if not arguments or arguments[0] in HELP:
         _print_overview(list(VERBS))
     elif (verbs := _verbs_after(arguments[0])) and arguments[1:2] and arguments[1] in HELP:
@@ -121,7 +121,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
         given = f"{arguments[1]!r} given" if len(arguments) > 1 else "nothing given"
         raise InputError(f"{arguments[0]}: {given}, but it should be {' or '.join(parts)}")
     hint = nearest(arguments[0], VERBS) or f"; known are {', '.join(VERBS)}"
-    raise InputError(f"{arguments[0]!r} is no verb of multilin{hint}")
+    raise InputError(f"{arguments[0]!r} is not a verb of multilin{hint}")
 
 
 def _verbs_after(word: str) -> list[str]:
@@ -136,16 +136,16 @@ def _print_overview(verbs: list[str]) -> None:
     for verb in verbs:
         print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
-    print("MULTILIN_ALLOCATOR=system in the environment leaves the settings of glibc's memory allocator alone.")
+    print("Set MULTILIN_ALLOCATOR=system in the environment to keep the settings of glibc's memory allocator.")
 
 
 def _repeat_signal(lost: Any) -> None:
-    """Send a signal again whose exception was lost, as those in callbacks of weak references and in `__del__` are."""
+    """Send a signal again if its exception was lost in `__del__` or in the callback of a weak reference."""
     number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(lost.exc_type)
     if number is None:
         sys.__unraisablehook__(lost)
     else:
-        # To the main thread, whose waiting it has to end.
+        # To the main thread, which may be waiting.
         threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 

@@ -1,4 +1,4 @@
-"""What the command line reads and writes beside the results: prompts; on stderr warnings and commands to type next."""
+"""Input and messages of the command line: prompts, and on stderr warnings and the commands to type next."""
 
 import contextlib
 import dataclasses
@@ -38,20 +38,20 @@ def plain_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(name: str = "") -> Iterator[None]:
-    """Import PyTorch and transformers, which takes seconds, and load more in the block; a terminal says so meanwhile.
+    """Import PyTorch and transformers, which takes seconds, and show a message on a terminal until the block ends.
 
-    Afterwards transformers and the hub's client draw no bars and make no remarks of their own, and freed memory stays
-    in the process.
+    Afterwards transformers and the hub's client print neither progress bars nor remarks, and freed memory stays in the
+    process.
 
     Args:
-        name: loaded in the block, for the message.
+        name: what the block loads, for the message; PyTorch if empty.
     """
     with contextlib.ExitStack() as stack:
         if is_main_process() and sys.stderr.isatty():
             from rich.console import Console
 
             stack.enter_context(Console(stderr=True).status(f"loading {name or 'PyTorch'} ..."))
-        # What imports make stays; garbage collections that look at it again and again take a quarter of their time.
+        # Imported objects stay alive; garbage collections that scan them take a quarter of the time of the imports.
         gc.disable()
         stack.callback(gc.enable)
         from transformers.utils import logging
@@ -66,7 +66,7 @@ def loading(name: str = "") -> Iterator[None]:
 
 
 def load(folder: str | Path) -> "Run":
-    """Load a run, while a terminal says so; see `load_run`."""
+    """Load a run, and show a message on a terminal meanwhile; see `load_run`."""
     with loading(f"PyTorch and {folder}"):
         from multilin.runs.load import load_run
 
@@ -74,18 +74,18 @@ def load(folder: str | Path) -> "Run":
 
 
 def read_recipe(name_or_path: str | None, changes: Mapping[str, Any]) -> "Recipe":
-    """The recipe with the changes; stderr names the fields of it that another choice replaces. See `load_recipe`."""
+    """Load a recipe with changes, and warn of fields that another choice replaces; see `load_recipe`."""
     from multilin.training.recipe import left_out_fields, load_recipe
 
     recipe = load_recipe(name_or_path, changes)
     if is_main_process() and (names := left_out_fields(name_or_path, changes, recipe)):
-        left_out = ", ".join(names)
-        print(f"multilin: warning: left out of the recipe, as another choice replaces it: {left_out}", file=sys.stderr)
+        dropped = f"fields of the recipe are dropped, because another choice replaces them: {', '.join(names)}"
+        print(f"multilin: warning: {dropped}", file=sys.stderr)
     return recipe
 
 
 def check_installed(user: str, extra: str, *modules: str) -> None:
-    """Refuse what needs a missing module; `extra` is the optional dependency of multilin that has it."""
+    """Refuse to go on without these modules, which `user` needs and multilin's optional dependency `extra` installs."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"{user} needs {name}, which is not installed; pip install 'multilin[{extra}]'")
@@ -95,8 +95,8 @@ def say_next(*commands: Sequence[object]) -> None:
     """Print the commands to type next to stderr, in one process of a run only.
 
     Args:
-        commands: the words of each, which are quoted where a shell needs that; `multilin` at the beginning becomes the
-            path it was called by if the shell does not find it.
+        commands: the words of each command, which are quoted for a shell here. A `multilin` at the beginning becomes
+            the path that it was called by if the shell does not find it.
     """
     if is_main_process():
         typed = (
@@ -107,7 +107,7 @@ def say_next(*commands: Sequence[object]) -> None:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Names and values as the words of a command line, without those that are None."""
+    """Names and values as the words of a command line; values that are None are left out."""
     words = []
     for name, value in values.items():
         if isinstance(value, float) and value.is_integer():
@@ -129,7 +129,7 @@ def _program() -> str:
 
 
 def as_json(result: Any) -> str:
-    """Plain data, or the fields of a dataclass and of those in it, as indented JSON; nan and infinity are null."""
+    """A dictionary, or a dataclass and the dataclasses in it, as indented JSON; nan and infinity are null."""
     plain = dataclasses.asdict(result) if not isinstance(result, dict) else result
     return to_json(plain, indent=2, ensure_ascii=False)
 
@@ -139,12 +139,12 @@ def read_prompt(
 ) -> str:
     """The prompt, else the text of the file, else the text piped into stdin, else empty.
 
-    One newline at the end of a file or pipe, which editors and `echo` add, is left out. `names` are the flags that gave
-    the first two, for messages.
+    One newline at the end of a file or pipe, which editors and `echo` add, is dropped. `names` are the flags that gave
+    `prompt` and `prompt_file`, for messages.
 
     Raises:
-        InputError: both are given, the file is no regular one or cannot be read, more than LARGEST_PROMPT bytes, or
-            bytes that are not UTF-8.
+        InputError: both are given; or the text is longer than LARGEST_PROMPT bytes, is not UTF-8, or is in a file that
+            is not regular or cannot be read.
     """
     if prompt is not None and prompt_file is not None:
         raise InputError(f"{names[1]}: given together with {names[0]}; give one of them")
@@ -156,7 +156,7 @@ def read_prompt(
         content = sys.stdin.buffer.read(LARGEST_PROMPT + 1)
         if len(content) > LARGEST_PROMPT:
             megabytes = LARGEST_PROMPT // MEGABYTE
-            raise InputError(f"the prompt on stdin is longer than {megabytes} MB, the most that is read")
+            raise InputError(f"the prompt on stdin is longer than {megabytes} MB, the largest prompt")
         return _decode(content, "the prompt on stdin")
     return ""
 

@@ -101,7 +101,7 @@ def _read(flag: Flag, given: Any) -> Any:
         TypeAdapter(flag.given_type).validate_python(value)
     except ValidationError:
         raise InputError(f"{flag.text}: {shown(given)} given, but it should be {_accepted(flag.given_type)}") from None
-    return value  # not what pydantic made of it, for which true is a number too: the settings refuse that
+    return value  # not pydantic's result, which takes true for a number; the settings refuse it
 
 
 def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]) -> Any:
@@ -130,15 +130,15 @@ def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
         words = match[1].split()
         name = shorten(next((word for word in words if word.startswith("-")), words[0]).split("=")[0])
         if Path(name).exists() and "--data.source" in known:
-            return f"{name}: unknown argument; text is given as --data.source, as one file, folder or quoted glob"
-        hint = nearest(name, known) or f"; `multilin {verb} --help` lists what there is"
+            return f"{name}: unknown argument; give text with --data.source: one file, folder or quoted glob"
+        hint = nearest(name, known) or f"; `multilin {verb} --help` lists the arguments"
         return f"{name}: unknown {'flag' if name.startswith('-') else 'argument'}{hint}"
     if match := re.search(r"arguments are required: ([\w, ]+)", message):
-        return f"{match[1]}: missing; `multilin {verb} --help` shows what to give"
+        return f"{match[1]}: missing; `multilin {verb} --help` shows the arguments"
     if match := re.match(r"argument (\S+?)[:/ ].*expected", message):
         name, given_type = match[1], known[match[1]].given_type if match[1] in known else None
         accepted = "" if given_type is None else f"; give {_accepted(given_type)}"
-        hyphen = f", as {name}=... where it begins with a hyphen" if given_type is str else ""
+        hyphen = f", as {name}=... if it begins with a hyphen" if given_type is str else ""
         return f"{name}: a value is missing{accepted}{hyphen}"
     return " ".join(message.split())
 
@@ -168,7 +168,7 @@ def _place(flag: Flag) -> str:
 
 
 class _Once(argparse.Action):
-    """Keeps the value of a flag, and refuses another one beside it."""
+    """Keeps the value of a flag, and refuses a second, different value."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None

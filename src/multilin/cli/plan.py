@@ -1,4 +1,4 @@
-"""The verb that says what a training run will take."""
+"""The verb that estimates the memory and time of a training run."""
 
 import time
 from typing import Annotated
@@ -21,22 +21,22 @@ class PlanArguments:
     """The recipe to plan."""
 
     recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
-    minutes: Minutes | None = None  # plan what `train --minutes` picks for this machine and the text
+    minutes: Minutes | None = None  # estimate the run that `train --minutes` picks for this machine and the text
     json: bool = False  # print JSON
 
 
 def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> None:
-    """Say what training will take, before anything is rented: memory, bytes sent, hours, checkpoints.
+    """Estimate the memory, time, network traffic and checkpoints of a training run.
 
-    Counted from the model, without its text. On this machine a training step is measured for about a second; for other
-    devices times follow from their peak and --efficiency.
+    Sizes are computed from the recipe, without its text. On this machine, a training step is measured for about a
+    second. For other devices, times follow from their peak speed and --efficiency.
     """
     began = time.monotonic()
     check_minutes(arguments.minutes, changes)
     if arguments.minutes is not None and (devices.devices, devices.kind) != (1, "here"):
         raise InputError(
-            f"--minutes: {arguments.minutes:g} given, which picks a model for this machine; leave out --devices and "
-            "--kind"
+            f"--minutes: {arguments.minutes:g} given, but it picks a model for this machine alone; leave out --devices "
+            "and --kind"
         )
     recipe = read_recipe(arguments.recipe, changes)
     with loading():
@@ -73,9 +73,9 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     ]  # fmt: skip
     print_table("l" + "r" * (len(head) - 1), rows, head=head)
     console.print(
-        "\nddp: every device holds all; int8: the same with training.communication int8; fsdp: each holds a part.\n"
-        "Memory is a lower bound, as activations are estimated and no reserve is counted; sending is at the full speed "
-        "of the link.",
+        "\nddp: each device holds the whole model; int8: the same with training.communication int8; fsdp: each holds a "
+        "part.\nMemory is a lower bound: activations are estimated, and no reserve is counted. Sending is at the full "
+        "speed of the link; it is hidden if it fits into the time of computing.",
         style="dim",
     )
     minutes = {} if arguments.minutes is None else {"minutes": arguments.minutes}

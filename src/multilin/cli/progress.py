@@ -18,8 +18,8 @@ from multilin.training.time_limit import forecast_end
 # Without a terminal the output is read later or by a program: enough lines to follow, few enough to keep.
 SECONDS_BETWEEN_LINES = 15.0
 BITS = "validation_bits_per_byte"
-BAR_PARTS = 100_000  # of the bar of a run
-ALMOST_OVER = 0.98  # share of a run after which its end is no longer forecast; by the clock it rarely ends at 1 exactly
+BAR_PARTS = 100_000  # steps of the bar of a run
+ALMOST_OVER = 0.98  # share of a run after which there is no forecast; runs by the clock rarely end at exactly 1
 
 
 class StageBar:
@@ -72,7 +72,7 @@ class TrainingDisplay(TrainingProgress):
     for the first line of metrics.jsonl, every validation, and then every `SECONDS_BETWEEN_LINES`.
 
     Attributes:
-        forecast_of: the folder of a run for which a validation also says where it leads; None for no forecasts.
+        forecast_of: the folder of a run whose validations also show a forecast for its end; None for no forecasts.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -105,11 +105,11 @@ class TrainingDisplay(TrainingProgress):
         self.console.print(text, soft_wrap=True, markup=False)
 
     def ahead(self, seconds: Callable[[float], float]) -> None:
-        """Show the time left for the next run and those that follow, too."""
+        """Also show the time left for the next run and all runs after it."""
         self._ahead = seconds
 
     def validation(self, summary: str) -> None:
-        """Print what is validated on, once for runs on the same text."""
+        """Print the description of the validation text, once for runs on the same text."""
         if summary != self._validation:
             self._validation = summary
             self.message(f"validation: {summary}")
@@ -150,7 +150,7 @@ class TrainingDisplay(TrainingProgress):
             self.message(f"{self._place(line['step'])}  {format_figures(line)}")
 
     def _left(self) -> dict[str, float]:
-        """The seconds left for this run and those that follow, from its second line on."""
+        """The seconds left for this run and all runs after it, from its second line on."""
         now = time.monotonic()
         began, share = self._first_line = self._first_line or (now, self._share)
         if self._ahead is None or self._share <= share:
@@ -184,7 +184,7 @@ class TrainingDisplay(TrainingProgress):
 
 def format_figures(line: dict[str, Any]) -> str:
     """The main figures of a line of metrics.jsonl as text."""
-    parts = [f"loss {line['loss']:.3f}" if "loss" in line else "every step was left out"]
+    parts = [f"loss {line['loss']:.3f}" if "loss" in line else "every step was skipped"]
     if BITS in line:
         parts.append(f"validation {line[BITS]:.3f} bits per byte")
     if "forecast" in line:

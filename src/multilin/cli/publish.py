@@ -19,16 +19,16 @@ class PublishArguments:
     """What to publish."""
 
     run: PathText  # folder of a trained model
-    name: str  # on the hub: OWNER/NAME
-    folder: PathText | None = None  # to write; without one RUN-hub
+    name: str  # repository on the hub: OWNER/NAME
+    folder: PathText | None = None  # folder to write; RUN-hub if not given
     upload: bool = False  # send the folder to the hub
-    private: bool = False  # the repository on the hub is made for its owner only
+    private: bool = False  # make the new repository on the hub private
 
 
 def publish(arguments: PublishArguments) -> None:
     """Write a run as a folder for the Hugging Face hub that loads without multilin, and upload it if asked."""
     if _NAME.fullmatch(arguments.name) is None or _REFUSED.search(arguments.name):
-        raise InputError(f"name: {arguments.name!r:.60} given, but it should be OWNER/NAME, as the hub has it")
+        raise InputError(f"name: {arguments.name!r:.60} given, but the hub accepts only names such as OWNER/NAME")
     if arguments.private and not arguments.upload:
         raise InputError("private: given, but nothing is uploaded; give --upload too, or leave it out")
     check_run_files(arguments.run)
@@ -42,5 +42,5 @@ def publish(arguments: PublishArguments) -> None:
         with loading(f"the hub: uploading {folder}"):
             print(upload(folder, arguments.name, private=arguments.private))
     else:
-        print(f"{folder}: weights, tokenizer, model card, and the model's code")
+        print(f"Saved in {folder}: weights, tokenizer, model card, and the model's code")
         say_next(["less", folder / "README.md"], ["hf", "upload", arguments.name, folder])

@@ -23,17 +23,17 @@ class ServeArguments:
     """The model, and who may use it."""
 
     run: PathText  # folder of a trained or exported model
-    host: Name = "127.0.0.1"  # address to listen on; any but this machine's own needs a key
-    port: Port = 8000  # 0 takes a free one
-    api_key: str | None = None  # what requests must send, several with commas; better in MULTILIN_API_KEY
-    insecure: bool = False  # listen on other addresses without a key
-    cors: str | None = None  # origins of pages that may call the server, with commas, such as https://example.org
-    name: Name | None = None  # of the model for clients; none takes that of the folder
-    engine: EngineName = "auto"  # auto takes ONNX Runtime on a CPU, exporting the run once, else PyTorch
+    host: Name = "127.0.0.1"  # address to listen on; one that other machines can reach needs a key
+    port: Port = 8000  # port to listen on; 0 takes a free port
+    api_key: str | None = None  # key that requests must send, or several with commas; safer in MULTILIN_API_KEY
+    insecure: bool = False  # let other machines send requests without a key
+    cors: str | None = None  # origins of web pages that may call the server, with commas: https://example.org
+    name: Name | None = None  # name of the model for clients; the folder's name if not given
+    engine: EngineName = "auto"  # auto: ONNX Runtime on a CPU (the run is exported once), otherwise PyTorch
 
 
 def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
-    """Serve a model over HTTP, as OpenAI's clients know it, with sessions that go on where they stopped."""
+    """Serve a model over HTTP with OpenAI's API, and with sessions that continue from a kept state."""
     keys = _check(arguments)
     origins = [] if arguments.cors is None else [_origin(text.strip()) for text in arguments.cors.split(",")]
     folder = Path(arguments.run)
@@ -56,20 +56,20 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
 
 
 def _check(arguments: ServeArguments) -> list[str]:
-    """The keys; refuses missing packages, and an address that others can reach without a key."""
+    """The keys; refuses missing packages, and an address that other machines can reach without a key."""
     check_installed("serve:", "serve", "fastapi", "uvicorn", "prometheus_client")
     keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:
-        raise InputError("--api-key: an empty text given, but a key has a character")
+        raise InputError("--api-key: an empty text given, but a key has at least one character")
     if not (keys or arguments.insecure or _is_loopback(arguments.host)):
         raise InputError(
-            f"--host: {arguments.host} can be reached by others; give --api-key, or --insecure to let everybody in"
+            f"--host: {arguments.host} can be reached from other machines; give --api-key, or --insecure to need no key"
         )
     return keys
 
 
 def _origin(text: str) -> str:
-    """The origin of a page as browsers send it, in lower case and without the usual port; `*` is any."""
+    """The origin of a page as browsers send it, in lower case and without the default port; `*` is any."""
     if text == "*":
         return text
     with contextlib.suppress(ValueError):
@@ -91,9 +91,9 @@ def _listen(arguments: ServeArguments) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(arguments.host, arguments.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except (OSError, UnicodeError) as error:  # of a name that no machine can have, such as a..b
+    except (OSError, UnicodeError) as error:  # UnicodeError: no machine can have a name such as a..b
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--port: {arguments.host}:{arguments.port} cannot be listened on ({reason})") from None
+        raise InputError(f"--port: multilin cannot listen on {arguments.host}:{arguments.port} ({reason})") from None
 
 
 def _say(address: str, name: str, engine: str, has_key: bool) -> None:

@@ -11,7 +11,7 @@ LONGEST_HEADING = 12
 
 
 def make_console() -> "Console":
-    """stdout, without colours where it is no terminal."""
+    """stdout, without colours if it is not a terminal."""
     from rich.console import Console
 
     return Console(highlight=False)
@@ -29,10 +29,10 @@ def print_table(
 
     Args:
         align: one letter per column: "l" left, "r" right, "w" left and wrapped where the terminal is narrow.
-        rows: the cells, taken as they are: no markup.
+        rows: the cells, printed without interpreting markup.
         head: headings of the columns, if any.
         title: a line above the table.
-        bold: places of rows in bold, from 0.
+        bold: indices of the rows in bold.
     """
     from rich.table import Table
     from rich.text import Text

@@ -23,8 +23,8 @@ class PrepareArguments:
 def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
     """Prepare text of any size for training: shards of tokens, a tokenizer, a manifest with checksums.
 
-    What is finished stays when it is interrupted or killed, and the same command goes on from there. Training reads it
-    with `--data.source FOLDER`; several are mixed with `--data.mix '{"FOLDER": 2, "OTHER": 1}'`.
+    An interrupted or killed command keeps its finished parts; run it again to continue. Training reads the folder with
+    `--data.source FOLDER`, or several folders with `--data.mix '{"FOLDER": 2, "OTHER": 1}'`.
     """
     with loading():
         from multilin.cli.progress import show_progress
@@ -35,7 +35,7 @@ def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
         manifest = prepare_shards(plan, workers=workers, progress=progress)
     print(
         f"{plural(manifest.num_documents, 'document')}, {plural(manifest.num_bytes, 'byte')}, "
-        f"{plural(manifest.num_tokens, 'token')} in {plural(len(manifest.train), 'shard')}, in {plan.output}"
+        f"{plural(manifest.num_tokens, 'token')} in {plural(len(manifest.train), 'shard')}, saved in {plan.output}"
     )
     print(f"validation: {manifest.validation.describe().summary}")
     say_next(["multilin", "train", "--data.source", plan.output])
@@ -48,7 +48,7 @@ def tokenizer_train(arguments: TokenizerTrainArguments) -> None:
         from multilin.data.tokenizer_tools import train_into_folder
     with show_progress() as progress:
         tokenizer = train_into_folder(arguments, progress)
-    print(f"{len(tokenizer):,} tokens in {arguments.output}")
+    print(f"vocabulary of {len(tokenizer):,} tokens, saved in {arguments.output}")
     say_next(
         ["multilin", "tokenizer", "show", arguments.output, "--source", arguments.source],
         ["multilin", "train", "--data.source", arguments.source, "--tokenizer.path", arguments.output],

@@ -22,7 +22,7 @@ class TrainArguments:
     """The recipe to train, and the run in its output folder."""
 
     recipe: Annotated[PathText | None, POSITIONAL] = None  # built-in recipe, YAML file or run folder; else the defaults
-    minutes: Minutes | None = None  # pick what is not given for this machine, the text and so many minutes in all
+    minutes: Minutes | None = None  # total minutes; options not given are picked for this time, machine and text
     resume: bool = False  # continue the run in the output folder at its last checkpoint
     overwrite: bool = False  # replace the run in the output folder
 
@@ -30,15 +30,15 @@ class TrainArguments:
 def train(arguments: TrainArguments, changes: Changes) -> None:
     """Train a language model.
 
-    A recipe decides everything; any of its fields can be changed: `multilin train demo --training.max_steps 50`.
-    Fields that it leaves out have the defaults below, or those of the architecture.
+    A recipe sets all options; flags change its fields: `multilin train demo --training.max_steps 50`.
+    Fields that the recipe leaves out have the defaults below, or the defaults of the architecture.
     `multilin info ARCHITECTURE` lists the options of an architecture
     (--model.options.num_heads 8, or --model.options '{"num_heads": 8}').
-    With --minutes 20 alone, architecture, size, vocabulary and all else are picked for this machine and the text.
+    `--minutes 20` alone picks architecture, size, vocabulary and everything else for this machine and the text.
     """
     began = time.monotonic()
     if arguments.minutes is not None and arguments.resume:
-        raise InputError("--minutes: given with --resume, but a run goes on with the time it began with; leave it out")
+        raise InputError("--minutes: given with --resume, but a run keeps its original time limit; leave it out")
     check_minutes(arguments.minutes, changes)
     recipe = read_recipe(arguments.recipe, changes)
     with loading():
@@ -59,7 +59,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
     export_trained(result)
     if is_task(recipe.data.name):
-        print(f"Guessing would have {100 * task_text(recipe.data.name).train.task.chance:.1f} % right.")
+        print(f"Random guessing gets {100 * task_text(recipe.data.name).train.task.chance:.1f} % right.")
         say_next(["multilin", "generate", result.output])
     else:
         say_next(["multilin", "generate", result.output, "--prompt", "The"], ["multilin", "evaluate", result.output])
@@ -71,7 +71,7 @@ def check_minutes(minutes: float | None, changes: Changes) -> None:
         return
     for name in ("max_steps", "minutes"):
         if (given := changes.get(f"training.{name}")) is not None:
-            raise InputError(f"--training.{name}: {given} given beside --minutes {minutes:g}; give one of them")
+            raise InputError(f"--training.{name}: {given} given together with --minutes {minutes:g}; give one of them")
 
 
 def print_pick(picked: "Pick") -> None:
@@ -79,15 +79,15 @@ def print_pick(picked: "Pick") -> None:
     recipe, size = picked.recipe, picked.candidate.size
     plan, tokens = recipe.training, picked.tokens
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
-    rate = recipe.optimizer.learning_rate or "of the architecture"
+    rate = recipe.optimizer.learning_rate or "(default of the architecture)"
     rows = {
         "text": f"{picked.train_bytes / 1e6:,.1f} MB to train on; a counting model of three tokens reaches "
         f"{picked.trigram:.3f} bits per byte",
-        "this machine": f"{picked.candidate.tokens_per_second:,.0f} tokens a second in training this model",
+        "this machine": f"{picked.candidate.tokens_per_second:,.0f} tokens/s when training this model",
         "model": f"{recipe.model.kind}, width {size.hidden_size}, {plural(size.num_layers, 'layer')}, "
         f"vocabulary {size.vocab_size:,}",
         "training": f"about {tokens / 1e6:,.2f} M tokens ({tokens / picked.train_tokens:.2g} passes), "
-        f"steps of {blocks} x {recipe.model.n_positions}, learning rate {rate}"
+        f"{blocks} x {recipe.model.n_positions} tokens per step, learning rate {rate}"
         + ("" if decay is None else f", weight decay {decay:g}"),
         "time": f"at most {plan.minutes:.3g} {'minute' if plan.minutes == 1 else 'minutes'} in all",
     }

@@ -66,7 +66,7 @@ def is_current(run: Path) -> bool:
 
 
 def _kept(run: Path) -> dict[str, Any]:
-    """What this version has kept for the files that the run has now: a manifest, or the `failure` to export; or {}."""
+    """The manifest that this version kept for the run's present files, or the `failure` of the export; or {}."""
     try:
         kept: dict[str, Any] = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
         return kept if kept["format"] == FORMAT and kept["source"] == source_hashes(run) else {}
@@ -75,7 +75,7 @@ def _kept(run: Path) -> dict[str, Any]:
 
 
 def keep_export(run: Path, load: "Callable[[Path], Run] | None" = None, progress: Progress = no_progress) -> None:
-    """Export a run into its cache, or write there why that fails; wait for another process that is doing it.
+    """Export a run into its cache, or write the failure there; wait if another process is exporting it.
 
     Args:
         run: the folder of the run.
@@ -90,7 +90,7 @@ def keep_export(run: Path, load: "Callable[[Path], Run] | None" = None, progress
         if is_current(run):
             return
         remove_partials(folder.parent, folder.name)
-        source = source_hashes(run)  # now: a run that is trained again meanwhile has others
+        source = source_hashes(run)  # before loading: a run that is trained again has other files
         try:
             model = _load(run, load)
             from multilin.export.folder import export_run
@@ -113,7 +113,7 @@ def is_exporting(run: Path) -> bool:
 
 
 def export_in_background(run: Path) -> None:
-    """Call `keep_export` in a process of its own, which gives way to all others and outlives this one."""
+    """Call `keep_export` in a background process of the lowest priority, which outlives this process."""
     program = (
         "import os, pathlib, sys; getattr(os, 'nice', int)(19); from multilin.export.cache import keep_export; "
         "keep_export(pathlib.Path(sys.argv[1]))"
@@ -122,7 +122,7 @@ def export_in_background(run: Path) -> None:
         [sys.executable, "-c", program, str(run.resolve())], start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    _IN_BACKGROUND.append(process)  # Python warns of one that it forgets while it runs
+    _IN_BACKGROUND.append(process)  # Python warns if a running process is garbage collected
 
 
 def why_torch(run: Path) -> str | None:
@@ -135,5 +135,5 @@ def why_torch(run: Path) -> str | None:
         return "there is a GPU"
     config = json.loads((below_adapters(run) / "config.json").read_text(encoding="utf-8"))
     if (config.get("arithmetic") or {}).get("products") == "int8" or config.get("dtype") not in (None, "float32"):
-        return "graphs compute in float32 and this model does not, so that the same seed would write another text"
+        return "graphs compute in float32 and this model does not, so the same seed would give another text"
     return kept.get("failure")

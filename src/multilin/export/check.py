@@ -1,4 +1,4 @@
-"""The comparison of an exported model with the original: whether both compute the same, and size, score and speed."""
+"""The comparison of an exported model with the original: their logits, size, score and speed."""
 
 import statistics
 import time
@@ -27,7 +27,7 @@ NUM_GREEDY = 200
 TOLERANCES = {"float32": 1e-3, "8bit": 0.1, "4bit": 0.5}
 """Largest relative difference of logits by precision, see `check_export`.
 
-Models of random weights were seen to differ by 1e-6, 0.063 and 0.27 at most, trained ones by less.
+In measurements, models with random weights differed by at most 1e-6, 0.063 and 0.27, trained models by less.
 """
 LONGEST, SHORTEST, SHORT = 4096, 512, 200  # tokens of random texts
 PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once
@@ -37,17 +37,17 @@ PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once
 def check_export(model: MultilinForCausalLM, folder: Path) -> None:
     """Compare the logits of an export with the model's, and raise InputError if they differ.
 
-    The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each at
+    The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each text at
     once. The root mean square of the differences of the logits after all pieces is divided by the standard deviation of
     the logits.
-    The first text is long enough to turn every window over, within `LONGEST` tokens.
+    The first text is long enough to fill every window twice, within `LONGEST` tokens.
 
     Args:
-        model: what was exported, in float32 on the CPU.
+        model: the original, in float32 on the CPU.
         folder: the export.
 
     Raises:
-        InputError: it is above the tolerance of the export's precision, or the graphs cannot be run.
+        InputError: the quotient is above the tolerance of the export's precision, or the graphs cannot be run.
     """
     engine = OnnxEngine(folder, spins=False)
     precision, limit = engine.manifest.precision, min(engine.longest_text or LONGEST, LONGEST)
@@ -63,7 +63,7 @@ def check_export(model: MultilinForCausalLM, folder: Path) -> None:
         own = _difference(model, hidden, TorchEngine(model), ids)
         if not own <= TOLERANCES["float32"]:
             raise InputError(
-                f"run: a layer does not read on from its state: the logits of a text in pieces and at once differ by "
+                f"run: a layer does not continue from its state: the logits of a text in pieces and at once differ by "
                 f"{own:.1%} {allowed}"
             )
         raise InputError(
@@ -81,7 +81,7 @@ def _difference(model: MultilinForCausalLM, hidden_BTD: torch.Tensor, engine: En
 
 
 def _read_in_pieces(engine: Engine, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, Logits]]:
-    """Read rows in pieces of random lengths, often one token of each; row, column and logits at the end of each."""
+    """Read rows in pieces of random lengths, often of one token; row, column and logits at the end of each piece."""
     draw, state, num_read = np.random.default_rng(1), engine.new_state(len(ids)), np.zeros(len(ids), np.int64)
     while (num_read < ids.shape[1]).any():
         counts = np.ones_like(num_read) if draw.random() < 0.5 else draw.choice(PIECES, len(ids))
@@ -152,7 +152,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
 def _rows(text: PackedText, longest: int | None) -> NDArray[np.int64]:
     """Rows of tokens from the text, as long as text and model allow."""
     if text.num_tokens < 2:
-        raise InputError("the validation text has no token that is predicted from one before it")
+        raise InputError("the validation text has fewer than two tokens")
     length = min(NUM_TOKENS, longest or NUM_TOKENS, text.num_tokens - 1) + 1
     num_rows = min(NUM_ROWS, text.num_tokens // length)
     return np.array(text.tokens[: num_rows * length], np.int64).reshape(num_rows, -1)

@@ -45,7 +45,7 @@ def export_run(
         precision: precision of the products with matrices.
         progress: called for each graph.
         round_graph: brings the matrices of a graph to the precision.
-        source: what `source_hashes` gave before the run was loaded; None computes it now.
+        source: the result of `source_hashes` before the run was loaded; None computes it now.
 
     Raises:
         InputError: a model of another kind or one that cannot be exported, or see `check_export`.

@@ -1,4 +1,4 @@
-"""A call of a model as a graph, from new tokens and a state to the last token's logits and the change of the state."""
+"""A call of a model as a graph: new tokens and a state in, the last token's logits and the state's change out."""
 
 import io
 import logging
@@ -28,10 +28,10 @@ class Step(nn.Module):
     """A model that reads T new tokens of each row.
 
     `forward(input_ids, num_read, *tensors)` for one token, `forward(input_ids, num_new, num_read, *tensors)` for up to
-    `num_columns`, of which each row has `num_new`, and the logits are those after its last.
+    `num_columns` tokens, of which each row has `num_new`; the logits follow its last token.
 
-    Windows lie in rings of any number of slots, token number n in slot n mod S. Of a ring the new tokens are returned,
-    (rows, T, ...), for the caller to write into their slots; all other tensors are returned as they are afterwards.
+    Windows are rings of any number S of slots, with token number n in slot n mod S. For a ring, the new tokens are
+    returned, (rows, T, ...), and the caller writes them into their slots. Other tensors are returned with new values.
     """
 
     def __init__(self, model: MultilinForCausalLM, num_columns: int) -> None:
@@ -119,7 +119,7 @@ def make_graph(model: MultilinForCausalLM, num_columns: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter, which remarks on versions and steps."""
+    """Silence the exporter, which prints remarks on versions and steps."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

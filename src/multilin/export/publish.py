@@ -2,8 +2,8 @@
 
 transformers loads the code of a hub's model from files in one folder. So `multilin.ops.tile_norm.reference` becomes
 `ops_tile_norm_reference.py`, which differs from the package's file in its imports alone: they are relative. Compiled
-kernels, checks of settings, and packages that only annotations need are not among the files; names imported from them
-come from `export_publish_stand_ins.py`.
+kernels, checks of settings, and packages that only annotations need are left out; names imported from them come from
+`export_publish_stand_ins.py`.
 """
 
 import ast
@@ -32,7 +32,7 @@ _SETTINGS = {f"{_PACKAGE}.settings", f"{_PACKAGE}.settings.bounds"}
 _ONLY_FOR_CHECKS = {"annotated_types", "jaxtyping", "pydantic", "pydantic_core"}
 _HEAD = f'''"""multilin {multilin.__version__}: the model of this folder, in PyTorch alone.
 
-Written by `multilin publish`. The files beside it are those of the package multilin, without its compiled kernels.
+Written by `multilin publish`. The files beside it come from the package multilin, without its compiled kernels.
 """
 '''
 
@@ -45,11 +45,11 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
 
     Args:
         run: a model of this package.
-        name: on the hub, OWNER/NAME.
-        folder: to write, complete or not at all.
+        name: the repository on the hub, OWNER/NAME.
+        folder: the folder to write, complete or not at all.
 
     Raises:
-        InputError: a model of another kind, which needs no code of its own.
+        InputError: a model of another kind, or with an architecture of another package.
         OSError: the folder cannot be written.
     """
     if not isinstance(run.model, MultilinForCausalLM):
@@ -60,7 +60,7 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
     names = {entry["architecture"] for entry in run.model.config.layers}
     if others := sorted(names - {*own_architectures()}):
         raise InputError(
-            f"run: a model of {others[0]} given, an architecture of another package, whose code would be missing; "
+            f"run: a model of {others[0]} given, an architecture of another package, whose code cannot be published; "
             "upload the run's folder itself"
         )
     with atomic_folder(folder) as partial:
@@ -103,7 +103,7 @@ def _card(run: Run, name: str) -> str:
     path = run.folder / CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else _plain_card(run)
     text = re.sub(r"^# .*$", lambda _: f"# {name.rpartition('/')[2]}", text, count=1, flags=re.MULTILINE)
-    # Paths of this machine: the folder of the run, and those of texts, tokenizers and models but for the last name.
+    # Remove paths of this machine: the run's folder; of texts, tokenizers and models, only the last name stays.
     text = re.sub(r"^output: .*\n(?: .*\n)*", "", text, flags=re.MULTILINE)
     text = re.sub(r"(?<=[`'\"\s])(?:/|~/)(?:[^/\n`]*/)*(?=[^/\s`])", "./", text)
     before, _, after = text.partition("\n## Use\n")
@@ -133,15 +133,15 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=Tru
 ```
 
 `trust_remote_code` runs the Python files of this repository, plain PyTorch. With the package
-[multilin](https://pypi.org/project/multilin) (`pip install multilin`, then `import multilin`) no code of the repository
-is run, compiled kernels are, and states can be saved, exported and served.
+[multilin](https://pypi.org/project/multilin) (`pip install multilin`, then `import multilin`) the repository's code is
+not run: the model uses compiled kernels, and states can be saved, exported and served.
 """
 
 
 def model_files(names: Iterable[str]) -> dict[str, str]:
     """The text of every file by its name, for a model with layers of these architectures of the package.
 
-    The first is the one that `AUTO_MAP` names. It imports all others, as transformers copies what that file imports.
+    The first is the file that `AUTO_MAP` names. It imports all others, because transformers copies only its imports.
     """
     files: dict[str, str] = {}
     own = [f"{_PACKAGE}.architectures.{name}" for name in sorted(names)]
@@ -157,7 +157,7 @@ def model_files(names: Iterable[str]) -> dict[str, str]:
 
 
 def own_architectures() -> list[str]:
-    """The architectures of this package, in whose file they have their name; others come from other packages."""
+    """The architectures of this package, each in the file of its name; others come from other packages."""
     package = f"{_PACKAGE}.architectures."
     return [name for name, one in architectures().items() if one.layer.__module__ == package + name]
 
@@ -169,7 +169,7 @@ def _add(module: str, files: dict[str, str]) -> None:
         return
     path = _path(module)
     assert path is not None, module
-    files[name] = ""  # so that a circle of imports ends
+    files[name] = ""  # ends a circle of imports
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     nodes = sorted(

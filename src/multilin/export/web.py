@@ -33,7 +33,7 @@ REGISTRY = "https://registry.npmjs.org/"
 TIMEOUT = 60.0  # seconds
 BLOCKED_OPSET = 21  # the first in which DequantizeLinear takes a scale for every block
 
-# What assets/web/tokenizer.js does exactly as the tokenizers library.
+# The parts that assets/web/tokenizer.js computes exactly as the tokenizers library.
 TOKENIZER_PARTS = {
     "normalizer": ("NFC", "Lowercase", "Prepend", "Replace"),
     "pre_tokenizer": ("ByteLevel", "Digits", "Metaspace", "Split", "WhitespaceSplit"),
@@ -65,14 +65,14 @@ def export_web(
 
     Args:
         run: the model and its tokenizer.
-        folder: to write; serve it with `python -m http.server`, for example.
+        folder: the folder to write; serve it with `python -m http.server`, for example.
         runtime: a folder with the files of onnxruntime-web; None fetches them from the npm registry.
-        precision: of matrices in files. The browser computes in float32 either way, at the same speed: with 8 bits the
+        precision: precision of the matrices in files. The browser always computes in float32, at the same speed: 8-bit
             matrices are a quarter as large, and are expanded when the page loads.
         progress: see `export_run`.
 
     Raises:
-        InputError: as `export_run`; a tokenizer that the page does not follow exactly; files of the runtime that are
+        InputError: as `export_run`; a tokenizer that the page cannot follow exactly; files of the runtime that are
             missing, of another version, or cannot be fetched.
         OSError: the folder cannot be written.
     """
@@ -192,7 +192,7 @@ def fetch_runtime() -> dict[str, bytes]:
     ):
         package = response.read()
     if base64.b64encode(hashlib.sha512(package).digest()).decode() != RUNTIME_INTEGRITY:
-        raise InputError(f"--runtime: none given, and {short_path(url)} has another checksum than the package has")
+        raise InputError(f"--runtime: none given, and {short_path(url)} has another checksum than expected")
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
         members: dict[str, Any] = {name: archive.extractfile(f"package/dist/{name}") for name in RUNTIME_FILES}
         return {name: member.read() for name, member in members.items()}

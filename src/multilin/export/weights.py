@@ -1,4 +1,4 @@
-"""The weights of both graphs in one file, equal ones only once; and their rounding to fewer bits."""
+"""The weights of both graphs in one file, equal tensors only once; and their rounding to 8 or 4 bits."""
 
 import hashlib
 import logging
@@ -27,7 +27,7 @@ class WeightFile:
     """Writes the large tensors of graphs into one file beside them.
 
     Args:
-        folder: of the graphs.
+        folder: the folder of the graphs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class WeightFile:
 
 
 def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
-    """The graph with products with constant matrices in 8 or 4 bits, a scale for every BLOCK weights.
+    """Round the constant matrices of products to 8 or 4 bits, with a scale for every BLOCK weights.
 
     Raises:
         InputError: no matrix could be rounded.

@@ -1,7 +1,7 @@
-"""Output files and folders: each is complete or absent, and none takes the place of a device, a pipe or a link.
+"""Writing of files and folders: each is complete or absent, and never replaces a device, a pipe or a link.
 
-Everything is first written to a hidden file or folder beside its place, brought to the disk, and then renamed. Symbolic
-links are followed: the file that a link leads to is the one that is replaced.
+Everything is first written to a hidden file or folder beside its target, flushed to the disk, and then renamed.
+Symbolic links are followed: the file that a link leads to is replaced.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from multilin.errors import InputError, shorten
 
 LONGEST_NAME = 255  # bytes, on every common file system
 MOST_LINKS = 40  # followed in a row, as Linux does
-LONGEST_PATH = 200  # of a path in a message
-KERNEL_FOLDERS = ("/proc", "/sys")  # their files are no files: /dev/stdout is a link into /proc
+LONGEST_PATH = 200  # characters of a path in a message
+KERNEL_FOLDERS = ("/proc", "/sys")  # without regular files; /dev/stdout is a link into /proc
 
 
 def check_writable(name: str, path: str | Path) -> Path:
-    """Refuse, before any work, a file that could not be written after it.
+    """Refuse a file that cannot be written, before any work is done.
 
     Args:
         name: the flag or field that gave the path; messages begin with it.
@@ -52,18 +52,18 @@ def check_writable(name: str, path: str | Path) -> Path:
 
 
 def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> Path:
-    """Refuse, before any work, a folder that could not be written to after it.
+    """Refuse a folder that cannot be written to, before any work is done.
 
     Args:
         name: the flag or field that gave the path; messages begin with it.
         path: the folder; it and its parents need not exist.
-        must_be_new: refuse a folder that holds something.
+        must_be_new: refuse a folder that is not empty.
 
     Returns:
         The path of the folder itself, where `path` is a link.
 
     Raises:
-        InputError: it or a parent is no folder or cannot be written, or it is not empty but must be.
+        InputError: it or a parent is not a folder or cannot be written, or it is not empty but must be.
     """
     with path_errors(name, path):
         existing = target = _resolve(name, path)
@@ -95,9 +95,9 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """A path to write a file to: renamed to `path` when the block ends, removed when it fails.
+    """A temporary path to write a file to: renamed to `path` when the block ends, removed if it fails.
 
-    The permissions are those of the file that is replaced, or of any new file.
+    The new file has the permissions of the file that it replaces, or else the default permissions.
 
     Raises:
         InputError: see `check_writable`.
@@ -119,11 +119,11 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Path]:
-    """An empty folder to fill: renamed to `path` when the block ends, removed when it fails.
+    """An empty folder to fill: renamed to `path` when the block ends, removed if it fails.
 
     Args:
-        path: where the folder will be; one that is there is replaced as a whole.
-        partial: the folder to fill, where other processes need to know its name; see `partial_path`.
+        path: the place of the folder; an existing folder is replaced as a whole.
+        partial: the folder to fill, if other processes need to know its name; see `partial_path`.
 
     Raises:
         InputError: see `check_folder`.
@@ -166,7 +166,7 @@ def atomic_files(folder: Path) -> Iterator[Path]:
 
 
 def beside(folder: str | Path, suffix: str) -> Path:
-    """The path beside a folder that has its name and a suffix, also for a folder given as `.` or `..`."""
+    """The path of a folder with a suffix added to its name, also for a folder given as `.` or `..`."""
     folder = Path(folder)
     named = folder if folder.name not in ("", "..") else folder.resolve()
     return named.parent / f"{named.name}{suffix}"
@@ -195,7 +195,7 @@ def remove_partials(folder: Path, name: str = "*") -> None:
 
 
 def is_path(name: str) -> bool:
-    """True for what can only name a file or folder: the hub's names are `owner/name`, with points at most within."""
+    """True if a name can only be a file or folder: names on the hub are `owner/name`, with dots only inside."""
     path = Path(name)
     is_file = path.suffix == ".json" or (path.suffix != "" and "/" not in name)
     return is_file or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
@@ -209,7 +209,7 @@ def _resolve(name: str, path: str | Path) -> Path:
     for _ in range(MOST_LINKS):
         target = Path(os.path.realpath(target.parent)) / target.name
         if any(target.is_relative_to(folder) for folder in KERNEL_FOLDERS):
-            raise InputError(f"{name}: {short_path(path)} belongs to the system, which keeps no files there")
+            raise InputError(f"{name}: {short_path(path)} belongs to the system; give a path in another folder")
         if not target.is_symlink():
             break
         target = target.parent / target.readlink()
@@ -248,7 +248,7 @@ def path_errors(name: str, path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
-    """Have errors of writing name the file or folder that the user knows, not the hidden partial one."""
+    """Make write errors name the file or folder that the user knows, not the hidden partial one."""
     try:
         yield
     except ConnectionError:
@@ -258,7 +258,7 @@ def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
-        # safetensors and tokenizers report a failed write, a full disk for one, by exceptions of their own.
+        # safetensors and tokenizers report a failed write, such as a full disk, by other exceptions.
         number = re.search(r"os error (\d+)", str(error)) if type(error) in (Exception, SafetensorError) else None
         if number is None:
             raise
@@ -266,7 +266,7 @@ def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
 
 
 def _flush_to_disk(*paths: Path) -> None:
-    # A rename may reach the disk before the data it names; a power cut would then leave a complete-looking ruin.
+    # A rename may reach the disk before the data it names; a power cut would then leave a damaged file.
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

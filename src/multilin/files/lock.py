@@ -1,4 +1,4 @@
-"""A lock on a folder, so that two processes never write into one."""
+"""A lock on a folder, so that two processes never write into the same folder."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ LOCK_FILE = ".multilin.lock"
 
 @contextlib.contextmanager
 def locked_folder(name: str, path: str | Path, *, waits: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder, which is made if it does not exist.
+    """Lock a folder against other processes; it is made if it does not exist.
 
     The operating system holds the lock, on a hidden file, and releases it when this process ends, however it ends. A
     folder that was made here and is empty at the end is removed.
@@ -60,7 +60,7 @@ def _acquire(name: str, path: str | Path, lock: Path, waits: bool) -> int:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             if fcntl is None:
-                raise OSError(errno.ENOSYS, "this system has no such locks")
+                raise OSError(errno.ENOSYS, "this system has no file locks")
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             holder = _holder(descriptor)
@@ -74,10 +74,10 @@ def _acquire(name: str, path: str | Path, lock: Path, waits: bool) -> int:
                 stacklevel=4,
             )
             return descriptor
-        # Whoever held the lock before removes the file first: then this lock is on a file that nobody else will find.
+        # The holder before removes the file: then this lock is on a file that no other process can find.
         if os.fstat(descriptor).st_nlink:
             os.truncate(descriptor, 0)
-            with contextlib.suppress(OSError):  # the disk is full, and the lock is without a name
+            with contextlib.suppress(OSError):  # if the disk is full, the file names no process
                 os.write(descriptor, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
             return descriptor
         os.close(descriptor)
@@ -87,5 +87,5 @@ def _holder(descriptor: int) -> str:
     try:
         holder = json.loads(os.read(descriptor, 1000))
         return f"process {int(holder['process'])} on {str(holder['host'])!r}"
-    except (OSError, ValueError, TypeError, KeyError):  # it has not written its name yet
+    except (OSError, ValueError, TypeError, KeyError):  # it has not written its number yet
         return "another process"

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints of the original packages into ours, with the same logits."""
+"""Conversion of checkpoints of fastformerLM and leap-transformer into multilin models with the same logits."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ PACKAGE_NAMES = {
     r"last_norm\.": "model.norm.",
     r"proj_logits\.": "lm_head.",
 }
-"""Names in the packages fastformerLM and leap-transformer (regular expressions) and ours."""
+"""Names of weights in fastformerLM and leap-transformer (regular expressions), and in multilin."""
 
 
 def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
@@ -62,7 +62,7 @@ def _our_config(
     longest, windows = values["n_positions"], values.get("window_sizes") or "global"
     with prefixed("config.json: "):
         if windows != "global":
-            with as_input_error(lambda reason: f"window_sizes: they are no list of sizes ({reason})"):
+            with as_input_error(lambda reason: f"window_sizes: should be a list of sizes ({reason})"):
                 windows = [None if size >= longest else size for size in windows]
         options |= {
             "num_heads": values[heads], "windows": windows, "dropout": values.get("hidden_dropout_prob", 0.1)
@@ -78,12 +78,12 @@ def our_name(name: str) -> str:
     """Our name for a parameter of the packages.
 
     Raises:
-        InputError: they have no such parameter.
+        InputError: the packages have no such parameter.
     """
     for pattern, ours in PACKAGE_NAMES.items():
         if re.match(pattern, name):
             return re.sub(pattern, ours, name)
-    raise InputError(f"weights: {name!r} is no parameter of the fastformerLM and leap-transformer packages")
+    raise InputError(f"weights: {name!r} is not a parameter of the fastformerLM and leap-transformer packages")
 
 
 def our_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,13 +99,13 @@ _CONFIGS = {"fastformer": fastformer_config, "leap": leap_config}
 
 
 def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
-    """Turn a folder with config.json and model.safetensors or pytorch_model.bin into a folder of ours.
+    """Convert a folder with config.json and model.safetensors or pytorch_model.bin into a folder of a multilin model.
 
-    A tokenizer.json comes along.
+    A tokenizer.json is copied.
 
     Args:
         kind: the package that it comes from, "fastformer" or "leap".
-        source, target: both folders.
+        source, target: the folder of the checkpoint, and the folder to write.
 
     Raises:
         InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, tied parameters
@@ -124,7 +124,7 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise InputError(f"weights: {name} should have shape {tuple(tensor.shape)}, but it is {found}")
     if unknown := weights.keys() - expected.keys():
-        raise InputError(f"weights: {min(unknown)} is no parameter of a model with this config.json")
+        raise InputError(f"weights: {min(unknown)} is not a parameter of a model with this config.json")
     model = MultilinForCausalLM(config)
     model.load_state_dict(weights)
     for name, tensor in model.state_dict().items():

@@ -11,9 +11,9 @@ class Engine(Protocol):
     """The interface of a model for generation: it reads tokens into states.
 
     A state is made by `new_state` or `restore` and has one row per sequence; rows may have read different numbers of
-    tokens. Where the engine keeps states, `state.select(rows)` is a copy of these rows in this order, and one may come
-    more than once; `state.join(other)` appends the rows of another state, which must not be used afterwards; and
-    `state.leave(row)` removes a row and returns it as a state of its own, the last row taking its place.
+    tokens. If the engine keeps states, `state.select(rows)` copies these rows in this order, also a row several times;
+    `state.join(other)` appends the rows of another state, which must not be used afterwards; and `state.leave(row)`
+    removes a row and returns it as a separate state, and the last row takes its place.
 
     name: name of the engine, for messages.
     kind: `model_type` of config.json.
@@ -52,4 +52,4 @@ class Engine(Protocol):
         """A copy of the state as the content of a file; the caller adds unread tokens and random numbers."""
 
     def restore(self, contents: StateContents) -> Any:
-        """The state from what `save` returned, of this engine or another one with the same model."""
+        """The state from the result of `save`, of this engine or another engine with the same model."""

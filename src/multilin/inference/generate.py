@@ -1,4 +1,4 @@
-"""Text generation: a prompt, or the state of an earlier text, is continued token by token and streamed meanwhile."""
+"""Text generation: continues a prompt, or the state of an earlier text, token by token, and streams the text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class Sequence:
     """A generated sequence with its state, which `generate` can continue.
 
     state: engine state of one row.
-    unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated; those of
-        its character, or of what may begin a stop string, if they are several.
+    unread_ids: tokens of the sequence that the model has not read yet: normally the last one generated, or several
+        that form one character or may begin a stop string.
     numbers: the random numbers of sampling; None takes new ones.
     """
 
@@ -76,14 +76,14 @@ def generate(
 ) -> Continuation:
     """Generate text after a prompt, or continue a sequence, with any engine.
 
-    Without a seed, a sequence goes on with its own random numbers, so that the tokens are the same as in one long call.
+    Without a seed, a sequence continues its own random numbers: several calls give the same tokens as one long call.
 
     Args:
         engine: runs the model.
         codec: the model's tokenizer.
-        prompt: the text to continue; empty lets the model begin a text, or go on with the sequence.
+        prompt: the text to continue; if empty, the model begins a text or continues the sequence.
         settings: see GenerationSettings.
-        sequence: the sequence to continue; changed in place, the new tokens included afterwards.
+        sequence: the sequence to continue; changed in place to include the new tokens.
         write: called with every piece of new text as soon as later tokens cannot change it.
         echo: give `write` the prompt first.
 
@@ -105,7 +105,7 @@ def generate(
             write(piece)
 
     pass_on(prompt if echo else "")
-    # Unread tokens begin with a character, since what goes on from them decodes them: the state is that before it.
+    # Unread tokens begin with a character, since a later call decodes them: the state is kept from before it.
     is_cut = not prompt and codec.is_cut(prompt_ids)
     context = prompt_ids if is_cut or not codec.is_cut(prompt_ids) else ()
     stream = TextStream(codec, context, settings.stop_at_end, settings.stop, is_whole=not is_cut)
@@ -143,7 +143,7 @@ def continue_file(
 
     Args:
         engine, codec, prompt, settings, echo, write: as for `generate`.
-        state: file to go on from.
+        state: file with the state to continue from.
         save_state: file to write; may be the same file.
 
     Raises:
@@ -165,7 +165,7 @@ def continue_file(
 def _tokens(
     engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings, most: int
 ) -> Iterator[int]:
-    """At most so many new tokens, one by one; the sequence is up to date after each."""
+    """At most `most` new tokens, one by one; the sequence is up to date after each."""
     assert sequence.numbers is not None
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(most):
@@ -186,7 +186,7 @@ def check_settings(settings: GenerationSettings, vocab_size: int) -> None:
         if not (token.isdecimal() and int(token) < vocab_size):
             raise InputError(f"logit_bias: {token!r:.40} given, but a token is a number from 0 to {vocab_size - 1}")
     if "" in settings.stop:
-        raise InputError("stop: an empty string given, but it must have a character")
+        raise InputError("stop: an empty string given, but it must have at least one character")
 
 
 def check_unused(settings: GenerationSettings) -> None:
@@ -207,7 +207,7 @@ def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start:
     """The tokens to read first: the start of a text, or the unread tokens of a sequence; then the prompt."""
     ids = codec.encode(prompt, is_start=True) if is_start and not unread_ids else codec.encode_more(prompt)
     if not unread_ids and not ids:
-        raise InputError("prompt: none given, and the state has no token left to read; give some text to go on with")
+        raise InputError("prompt: none given, and the state has no token left to read; give a text to continue")
     return [*unread_ids, *ids]
 
 
@@ -215,11 +215,11 @@ def count_new_tokens(
     num_before: int, given: int | None, limit: int | None, *, default: int = DEFAULT_NEW_TOKENS,
     field: str = "max_new_tokens",
 ) -> int:  # fmt: skip
-    """The tokens to generate at most: those given, or else `default`, or fewer if the model has no room for them.
+    """The number of tokens to generate at most: `given`, or else `default`, or fewer if the model has no room for them.
 
     Args:
-        num_before, limit, field: as for `check_length`, as are its errors.
-        given: by the user.
+        num_before, limit, field: as for `check_length`, which raises the errors.
+        given: the number that the user gave, if any.
         default: at least 1.
     """
     if given is None:

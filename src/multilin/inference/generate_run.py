@@ -1,4 +1,4 @@
-"""Text generation with a run in PyTorch: any model of a folder, beams included."""
+"""Text generation with a run in PyTorch, for any model of a folder, also by beam search."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def generate_text(
 ) -> Continuation:
     """Generate text after a prompt with a run; `multilin.inference.generate.generate` takes any engine.
 
-    With beams, the text is written when the search has ended.
+    Beam search writes the text when the search has ended.
 
     Raises:
         InputError: as `generate`, or there is not enough memory.

@@ -19,11 +19,11 @@ class Manifest:
     """The inputs, outputs and files of an exported model, as its manifest.json lists them.
 
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
-    architectures: of the layers.
-    precision: of the matrices: float32, 8bit or 4bit.
-    vocab_size, n_positions: V, and the tokens of the longest text or None.
-    end_id, pad_id: tokens that begin and end a text, and of padding.
-    eos_id: the token that ends a text if it is another one.
+    architectures: the architectures of the layers.
+    precision: the precision of the matrices: float32, 8bit or 4bit.
+    vocab_size, n_positions: V, and the tokens of the longest text, None for no limit.
+    end_id, pad_id: the token that begins and ends a text, and the token of padding.
+    eos_id: another token that ends a text, if there is one.
     prompt_columns: tokens that prompt.onnx reads at once.
     state: tensors of the state.
     source: SHA-256 of the files that the model was exported from.
@@ -67,5 +67,5 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**values | {"state": [StateTensor(**about) for about in values["state"]]})
         wrong = [name for name, digest in manifest.files.items() if checksum(folder / name) != digest]
     if wrong:
-        raise InputError(f"export: {folder / wrong[0]} is not the file that {MANIFEST} names; export the model again")
+        raise InputError(f"export: {folder / wrong[0]} does not match its checksum; export the model again")
     return manifest

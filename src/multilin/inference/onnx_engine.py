@@ -22,7 +22,7 @@ onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machi
 
 SHORT = 4  # tokens that are read one by one: loading the graph of longer pieces takes longer
 _LEADING = {"step.onnx": ["input_ids", "num_read"], "prompt.onnx": ["input_ids", "num_new", "num_read"]}  # inputs
-FEWEST_SLOTS = 64  # of a ring that is not yet full; doubled as tokens come
+FEWEST_SLOTS = 64  # slots of a new ring, doubled as tokens come until it is full
 EMBEDDING = ("num_read_B", "hash_B", "document_B")
 _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
 
@@ -104,11 +104,11 @@ class OnnxState:
                 ring[np.arange(len(ring)), self.num_read % num_slots] = new[:, 0]
             return
         for row, (begin, count) in enumerate(zip(self.num_read.tolist(), counts.tolist(), strict=True)):
-            first = max(count - num_slots, 0)  # earlier ones have no place any more
+            first = max(count - num_slots, 0)  # earlier tokens no longer fit
             ring[row, np.arange(begin + first, begin + count) % num_slots] = new[row, first:count]
 
     def grow(self, num_tokens: int) -> None:
-        """Make room for so many tokens in all rings, or for as many as a full ring keeps."""
+        """Make room for `num_tokens` tokens in all rings, or for as many as a full ring keeps."""
         for one, tensor in self._rings():
             axis = _slot_axis(one)
             if tensor.shape[axis] >= min(num_tokens, one.shape[0]):
@@ -149,7 +149,7 @@ class OnnxState:
         self.embedding = {name: np.concatenate([self.embedding[name], other.embedding[name]]) for name in EMBEDDING}
 
     def leave(self, row: int) -> "OnnxState":
-        """Remove a row and return it as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a separate state; the last row takes its place."""
         left, last = self.select([row]), len(self.num_read) - 1
         for tensors in (self.tensors, self.embedding):
             for name, tensor in tensors.items():
@@ -161,7 +161,7 @@ class OnnxState:
         return left
 
     def _shrink(self) -> None:
-        """Give up slots of rings that only a row that has left had filled: other rows have token n in slot n."""
+        """Remove slots of rings that only a removed row had filled: other rows have token n in slot n."""
         num_tokens = max(int(self.num_read.max(initial=0)), 1)
         for one, tensor in self._rings():
             ring, num_slots = _slots_first(tensor, one), _num_slots(one, num_tokens)
@@ -299,7 +299,7 @@ class OnnxEngine:
         return StateContents(state.contents(self.manifest.state))
 
     def restore(self, contents: StateContents) -> OnnxState:
-        """The state from what `save` returned."""
+        """The state from the result of `save`."""
         return OnnxState.from_contents(self._inputs, contents.tensors)
 
 

@@ -4,12 +4,12 @@ With e = W^T t for a vector t over the vocabulary, F and C the product of all la
 
     O_n = H F W^T sum_{j<=n} C[n, j] t_j + b_n = Q sum_{j<=n} C[n, j] t_j + b_n        t_{n+1} = O_n after the prompt
 
-Let the rows of T be the vectors fed back, those of S what prompt and biases add to them, and L the part of C with which
-they read each other, one row down. Then
+Let the rows of T be the vectors fed back, and the rows of S the parts of them that come from prompt and biases. Let L
+be the part of C between vectors fed back, shifted down by one row. Then
 
     T = S + L T Q^T = sum_p L^p S (Q^T)^p = (1 + X) (1 + X^2) (1 + X^4) ... S        X S = L S Q^T,   L^N = 0
 
-so N outputs take log2 N squarings of L and Q. Q has rank D at most: everything is done in D dimensions.
+so N outputs take log2 N squarings of L and Q. Q has rank D at most, so everything is computed in D dimensions.
 """
 
 import copy
@@ -80,7 +80,7 @@ class _Factors(NamedTuple):
 
 @torch.no_grad()
 def compose(model: MultilinForCausalLM) -> Composed:
-    """The matrix over tokens, the triangle over positions and the bias that an all-linear model is equal to.
+    """Write an all-linear model as a matrix over tokens, a triangle over positions and a bias.
 
     Raises:
         InputError: a part of the model is not linear.
@@ -134,8 +134,8 @@ def _sum_of_powers(step_NN: Tensor, map_DD: Tensor, start_BND: Tensor) -> Tensor
     # L^lag reaches back `lag` rows at least: only its corner of rows from `lag` on is not zero, and only it is kept.
     corner_MM = step_NN[1:, :-1]
     while len(corner_MM):
-        # L may take any factor that G gives. With powers of G kept at size 1, those of L have the size of what they
-        # add, so neither vanishes or explodes unless the result does.
+        # Factors can move from G to L. Powers of G are kept at size 1, so that powers of L have the size of the
+        # terms they add, and neither vanishes or explodes unless the result does.
         size = map_DD.abs().max()
         if size == 0:
             break
@@ -192,7 +192,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             kind = type(layer).__name__
             raise InputError(f"layers.{index}: {kind} given, but only linear layers can be composed and rolled out")
         if any(isinstance(part, Linear) and part.arithmetic.products == "int8" for part in layer.modules()):
-            raise InputError(f"layers.{index}: its int8 products round what they read, so it is no linear map")
+            raise InputError(f"layers.{index}: its int8 products round their inputs, so it is not a linear map")
         with prefixed(f"layers.{index}."):
             maps.append(linear_map())
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
@@ -232,7 +232,7 @@ class RolloutResult:
 
     num_prompt_tokens: tokens read first, the start token included.
     speedup: sequential over parallel seconds.
-    largest_difference: over the outputs, the norm of the difference relative to that of the output.
+    largest_difference: over the outputs, the norm of the difference relative to the norm of the output.
     """
 
     prompt: str
@@ -253,9 +253,9 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
             beyond the largest number of the dtype.
     """
     if not isinstance(run.model, MultilinForCausalLM):
-        raise InputError(f"run: a {run.model.config.model_type} model given, but only an all-linear model rolls out")
+        raise InputError(f"run: a {run.model.config.model_type} model given, but a rollout needs a linear one")
     if not prompt:
-        raise InputError("prompt: none given, but a rollout goes on from a text; give --prompt with some")
+        raise InputError("prompt: none given, but a rollout continues a text; give --prompt")
     ids = text_codec(run.tokenizer).encode(prompt, is_start=True)
     _check_memory(run, settings)
     model = copy.deepcopy(run.model).to(dtype=getattr(torch, settings.dtype))
@@ -267,8 +267,8 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
         num_finite = int(norms[0].isfinite().cumprod(0).sum())
         other = " or --dtype float64" if settings.dtype == "float32" else ""
         raise InputError(
-            f"num_steps: {settings.num_steps} given, but the outputs grow beyond {settings.dtype} after {num_finite}; "
-            f"give fewer{other}"
+            f"num_steps: {settings.num_steps} given, but the outputs exceed the range of {settings.dtype} after "
+            f"{num_finite} steps; give fewer steps{other}"
         )
     return RolloutResult(
         prompt=prompt,
@@ -278,7 +278,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
         parallel=_way(parallel, run.tokenizer, fast),
         sequential=_way(sequential, run.tokenizer, slow),
         speedup=slow / fast,
-        # An output may be zero, and is then expected to be exactly that.
+        # An output may be zero; then both ways are expected to give exactly zero.
         largest_difference=float((differences / norms.clamp(min=torch.finfo(norms.dtype).tiny)).max()),
     )
 

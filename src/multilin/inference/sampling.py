@@ -1,6 +1,6 @@
 """The choice of the next token from logits, and the random numbers for it: the same code for every engine.
 
-The random numbers are those of PyTorch's default generator on a CPU, the Mersenne Twister, without PyTorch.
+The random numbers equal PyTorch's default generator on a CPU, the Mersenne Twister, without importing PyTorch.
 """
 
 import secrets
@@ -14,7 +14,7 @@ from multilin.inference.settings import GenerationSettings
 
 Logits = NDArray[np.float32]
 
-STATE_BYTES = 5056  # of the state as torch.get_rng_state() has it
+STATE_BYTES = 5056  # bytes of the state that torch.get_rng_state() returns
 _KEYS = 624
 _LAYOUT = np.dtype(
     [("seed", "<u8"), ("left", "<i4"), ("is_seeded", "<i4"), ("next", "<u8"), ("key", "<u8", _KEYS), ("rest", "u1", 40)]
@@ -25,7 +25,7 @@ class RandomNumbers:
     """A generator of uniform numbers.
 
     Args:
-        seed: the same seed gives the same numbers; None takes a new one.
+        seed: the same seed gives the same numbers; None takes a new seed.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -49,12 +49,12 @@ class RandomNumbers:
 
     @classmethod
     def from_state(cls, state: NDArray[np.uint8]) -> "RandomNumbers":
-        """A generator that goes on from a state.
+        """A generator that continues from a state.
 
         Raises:
-            InputError: no state of this generator.
+            InputError: not a state of this generator.
         """
-        refusal = InputError("rng_state is no state of a generator of random numbers")
+        refusal = InputError("rng_state is not the state of a generator of random numbers")
         if state.dtype != np.uint8 or state.shape != (STATE_BYTES,):
             raise refusal
         record = np.frombuffer(state.tobytes(), _LAYOUT)[0]

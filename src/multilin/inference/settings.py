@@ -18,19 +18,19 @@ StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 class GenerationSettings:
     """Settings of generation: length, sampling, beams, stops."""
 
-    max_new_tokens: Tokens | None = None  # most tokens to generate; 200, as many as fit, or a server's own default
-    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, 0 takes the likeliest
+    max_new_tokens: Tokens | None = None  # most new tokens; by default 200 or the server's default, as far as they fit
+    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does; 0 takes the likeliest
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
-    top_p: Share | None = None  # draw from the likeliest tokens that together have this share
-    min_p: Share | None = None  # draw from the tokens at least this share as likely as the likeliest
+    top_p: Share | None = None  # draw from the likeliest tokens that together have this probability
+    min_p: Share | None = None  # drop tokens below this share of the likeliest token's probability
     repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
-    presence_penalty: Factor = 0.0  # taken from the logits of tokens that the new text has
-    frequency_penalty: Factor = 0.0  # the same for each time that it has them
-    logit_bias: Biases = dataclasses.field(default_factory=dict)  # added to the logits of tokens by their ids
+    presence_penalty: Factor = 0.0  # subtracted from the logits of tokens that the new text contains
+    frequency_penalty: Factor = 0.0  # the same, for each occurrence of the token in the new text
+    logit_bias: Biases = dataclasses.field(default_factory=dict)  # numbers to add to logits, by token id
     stop: StopTexts = ()  # end before the first of these strings
-    num_beams: Beams = 1  # beam search with so many sequences at a time instead of drawing
-    seed: Seed | None = None  # the same seed generates the same text again; none takes a new one
-    stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new one
+    num_beams: Beams = 1  # number of beams; above 1, beam search replaces random drawing
+    seed: Seed | None = None  # the same seed gives the same text again; by default a new one each time
+    stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new text
 
     @property
     def draws(self) -> bool:
@@ -40,7 +40,7 @@ class GenerationSettings:
 
 @settings
 class RolloutSettings:
-    """How far, and how exactly."""
+    """The length and the precision of a rollout."""
 
     num_steps: Length = 64  # output vectors to compute; all but the last are fed back
-    dtype: Literal["float64", "float32"] = "float64"  # of both computations; float32 is faster and less exact
+    dtype: Literal["float64", "float32"] = "float64"  # dtype of both computations; float32 is faster and less exact

@@ -21,10 +21,10 @@ from multilin.ops.ring import slots_of
 class Snapshot:
     """The state of a text and what is needed to continue it.
 
-    state: what the model keeps of the tokens read. Shared, not copied: take `state.clone()` to read on and come back.
-    unread_ids: tokens that belong to the text but were not read yet, normally the last one generated or those of
+    state: the model's state after the tokens read. It is shared, not copied: continue `state.clone()` to keep it.
+    unread_ids: tokens of the text that the model has not read yet: normally the last one generated, or the tokens of
         its character; a list for each row, or none at all.
-    rng_state: of torch's default CPU generator, so that sampling goes on as if never interrupted; None if irrelevant.
+    rng_state: state of torch's default CPU generator, so that sampling continues as in one run; None if irrelevant.
     """
 
     state: TextState
@@ -32,12 +32,12 @@ class Snapshot:
     rng_state: Tensor | None = None
 
     def clone(self) -> "Snapshot":
-        """An independent copy: reading on from one leaves the other where it was."""
+        """An independent copy: reading tokens into one does not change the other."""
         rng_state = None if self.rng_state is None else self.rng_state.clone()
         return Snapshot(self.state.clone(), [list(row) for row in self.unread_ids], rng_state)
 
     def fork(self, num_continuations: int) -> "Snapshot":
-        """A copy with every row this many times, to continue one text in several ways."""
+        """A copy with every row `num_continuations` times, to continue one text in several ways."""
         rows = [list(row) for row in self.unread_ids for _ in range(num_continuations)]
         return Snapshot(self.state.fork(num_continuations), rows, self.rng_state)
 
@@ -56,7 +56,7 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
     """
     if not isinstance(model, MultilinForCausalLM):
         kind = model.config.model_type
-        raise InputError(f"run: a {kind} model keeps no state; only models of this package are served and talked with")
+        raise InputError(f"run: a {kind} model keeps no state; serve and chat need a model of this package")
     return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, state_tensors(model))
 
 
@@ -109,8 +109,7 @@ def save_snapshot(snapshot: Snapshot, path: str | Path, model: MultilinForCausal
     """Write a snapshot to one safetensors file, complete or not at all.
 
     Raises:
-        InputError: nothing was read yet, the snapshot is not one that this model can have made, or the path is that of
-            a folder or device.
+        InputError: nothing was read yet, this model cannot have made the snapshot, or the path is a folder or device.
         OSError: the file cannot be written.
     """
     write_state(to_contents(snapshot), path, state_owner(model))
@@ -142,7 +141,7 @@ def from_contents(contents: StateContents, model: MultilinForCausalLM) -> Snapsh
 
 @torch.no_grad()
 def example_state(model: MultilinForCausalLM, num_tokens: int = 1) -> TextState:
-    """A state after so many tokens, the first in a call of its own."""
+    """A state after `num_tokens` tokens, the first of which is read in a separate call."""
     state = model.new_state()
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     with evaluation_mode(model):
@@ -154,5 +153,5 @@ def example_state(model: MultilinForCausalLM, num_tokens: int = 1) -> TextState:
 
 def _raw(tensor: Tensor) -> Any:
     """The bytes of a tensor."""
-    # The last axis, of size 1, has stride 1, without which bytes cannot be seen; a single number may have any other.
+    # Viewing as bytes needs a last axis of stride 1, which the new axis has; a single number may have any other.
     return tensor.detach().cpu().contiguous().flatten().unsqueeze(-1).view(torch.uint8).numpy()

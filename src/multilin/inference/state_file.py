@@ -1,7 +1,7 @@
 """State files: the state of sequences in one safetensors file, all of which is checked when it is read.
 
-A state is numpy tensors here, whatever computed it, and a description of each. Nothing heavy is imported: engines
-without PyTorch read and write the same files. `multilin.inference.snapshot` is the way from and to PyTorch.
+Here a state is numpy tensors with a description of each, whichever engine computed it. Nothing heavy is imported:
+engines without PyTorch read and write the same files. `multilin.inference.snapshot` converts from and to PyTorch.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ class StateTensor:
     shape: shape of one row.
     dtype: "float32", "float64" or "int64".
     kind: "window" holds the last tokens in order, "positions" the token at position n in slot n; the first axis of both
-        is that of the slots, and an empty slot has a logit of -inf, other values 0. A "summary" has no slots, and
-        "count" is the number of tokens read.
-    is_multiplied: in graphs the axis of heads comes before that of slots, (rows, heads, slots, ...).
+        counts the slots, and an empty slot has a logit of -inf, other values 0. A "summary" has no slots, and "count"
+        is the number of tokens read.
+    is_multiplied: in graphs the axis of heads comes before the axis of slots, (rows, heads, slots, ...).
     """
 
     name: str
@@ -106,7 +106,7 @@ def write_state(contents: StateContents, path: str | Path, owner: StateOwner) ->
     """Write a state file, complete or not at all; see `pack_state`.
 
     Raises:
-        InputError: as `pack_state`, or the path is that of a folder or device.
+        InputError: as `pack_state`, or the path is a folder or device.
         OSError: the file cannot be written.
     """
     write_whole(path, pack_state(contents, owner))
@@ -116,7 +116,7 @@ def pack_state(contents: StateContents, owner: StateOwner) -> bytes:
     """The content of a state file; only the filled part of windows is stored.
 
     Raises:
-        InputError: nothing was read yet, or the state is not one that the model can have made.
+        InputError: nothing was read yet, or the model cannot have made the state.
     """
     if not contents.tensors:
         raise InputError("state: nothing was read yet, so there is nothing to save")
@@ -145,7 +145,7 @@ def read_state(path: str | Path, owner: StateOwner) -> StateContents:
     path = Path(path)
     where = f"state file: {short_path(path)} "
     if not path.is_file():
-        raise InputError(f"{where}{'is no file' if path.exists() else 'does not exist'}")
+        raise InputError(f"{where}{'is not a file' if path.exists() else 'does not exist'}")
     with prefixed(where, "state: "):
         try:
             return unpack_state(path.read_bytes(), owner)
@@ -156,7 +156,7 @@ def read_state(path: str | Path, owner: StateOwner) -> StateContents:
 def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
     """Read the content of a state file of this model.
 
-    Names, shapes, dtypes and values must be such as the model could have made them, and the checksum must be right.
+    Names, shapes, dtypes and values must be possible for the model, and the checksum must be right.
 
     Raises:
         InputError: no state file or a damaged one, or the state of another model.
@@ -165,7 +165,7 @@ def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
         metadata, tensors = _unpack(data)
         check_tensors({name: (list(x.shape), str(x.dtype)) for name, x in tensors.items()}, owner.tensors)
         if metadata.pop("sha256") != checksum(metadata, tensors):
-            raise InputError("is damaged: its content does not have the checksum that it was written with")
+            raise InputError("is damaged: its content does not match its checksum")
         if metadata["model"] != owner.hash:
             raise InputError("belongs to another model; states fit only the model that wrote them")
         unread_ids = _parse(metadata["unread_ids"])
@@ -184,12 +184,12 @@ def _unpack(data: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         metadata = dict(header.get("__metadata__") or {})
         if (name := metadata.get("format")) != FORMAT:
-            raise InputError(f"is no state of a text (format {name!r:.40}, not {FORMAT!r})")
+            raise InputError(f"is not a state of a text (format {name!r:.40}, not {FORMAT!r})")
         tensors = load(data)
     except InputError:
         raise
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"is damaged or no safetensors file ({error!r:.80})") from None
+        raise InputError(f"is damaged or not a safetensors file ({error!r:.80})") from None
     if set(metadata) != METADATA:
         raise InputError(f"is damaged: its metadata should be {', '.join(sorted(METADATA))}")
     return metadata, tensors
@@ -200,7 +200,7 @@ def check_tensors(found: Mapping[str, tuple[list[int], str]], expected: Sequence
     wanted = {about.name: about for about in expected}
     if wrong := sorted((set(found) - {RNG_STATE}) ^ set(wanted)):
         missing_or_not = "lacks" if wrong[0] in wanted else "holds a tensor of another name,"
-        raise InputError(f"is no state of this model: it {missing_or_not} {wrong[0]}")
+        raise InputError(f"is not a state of this model: it {missing_or_not} {wrong[0]}")
     num_rows = next(shape[0] if shape else 0 for name, (shape, _) in found.items() if name != RNG_STATE)
     if not 1 <= num_rows <= MOST_ROWS:
         raise InputError(f"holds {num_rows} rows, but a state has 1 to {MOST_ROWS}")
@@ -211,9 +211,9 @@ def check_tensors(found: Mapping[str, tuple[list[int], str]], expected: Sequence
             if wanted[name].is_ring and len(shape) == len(like):
                 like[1] = min(like[1], shape[1])
         if shape != like:
-            raise InputError(f"is no state of this model: {name} has shape {shape}, but it should be {like}")
+            raise InputError(f"is not a state of this model: {name} has shape {shape}, but it should be {like}")
         if dtype != kind:
-            raise InputError(f"is no state of this model: {name} holds torch.{dtype}, but it should be torch.{kind}")
+            raise InputError(f"is not a state of this model: {name} holds torch.{dtype}, not torch.{kind}")
 
 
 def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> None:
@@ -228,7 +228,7 @@ def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> Non
             if not (np.isfinite(tensor) | (tensor == -np.inf) & may_be_empty).all():
                 raise InputError(f"{name} holds values that are not finite")
         elif (tensor < 0).any():
-            raise InputError(f"{name} holds the number {int(tensor.min())}, but none of a state is negative")
+            raise InputError(f"{name} holds the number {int(tensor.min())}, but a state has no negative numbers")
         elif last.startswith("num_read") and (tensor > most_tokens).any():
             raise InputError(f"{name} is {int(tensor.max())}, but this model reads at most {most_tokens} tokens")
         elif last.startswith("num_read") and not np.array_equal(tensor, counts_B):
@@ -239,7 +239,7 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise InputError("is damaged: its unread_ids are no JSON") from None
+        raise InputError("is damaged: its unread_ids are not JSON") from None
 
 
 def _check_unread_ids(unread_ids: Any, num_rows: int, vocab_size: int) -> None:
@@ -258,7 +258,7 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
 
 
 def digest(text: str, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> str:
-    """SHA-256 of a text and of named tensors with a description each; large tensors are hashed in parallel."""
+    """SHA-256 of a text and of tensors with names and descriptions; large tensors are hashed in parallel."""
     names = sorted(tensors)
     contents = [tensors[name][1] for name in names]
     if sum(tensor.nbytes for tensor in contents) < LEAST_PARALLEL:

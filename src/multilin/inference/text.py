@@ -1,4 +1,4 @@
-"""Prompts as tokens, and tokens as streamed text, with the tokenizers library alone, which is imported quickly."""
+"""Encoding of prompts and streaming of generated text, with only the tokenizers library, which imports quickly."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from multilin.errors import InputError, shown
 
 CONTEXT = 8  # tokens before a text that can matter to how it is decoded
 MOST_UNFINISHED = 3  # bytes of a character without its last one
-# The bytes at an end to which more can come, after the Unicode standard's table of well-formed UTF-8.
+# The bytes of an unfinished character at an end, after the Unicode standard's table of well-formed UTF-8.
 UNFINISHED = re.compile(
     rb"(?:[\xc2-\xf4]|\xe0[\xa0-\xbf]|\xed[\x80-\x9f]|[\xe1-\xec\xee\xef][\x80-\xbf]"
     rb"|(?:\xf0[\x90-\xbf]|[\xf1-\xf3][\x80-\xbf]|\xf4[\x80-\x8f])[\x80-\xbf]?)\Z"
@@ -29,7 +29,7 @@ class TextCodec:
     tokenizer: see `multilin.data.encoding.plain_tokenizer`.
     end_id: the token that begins and ends a text.
     pad_id: the token of padding; may be the same token.
-    eos_id: another token that ends a text, if the tokenizer got one after the model's training.
+    eos_id: another token that ends a text, if the tokenizer got it after the model's training.
     """
 
     tokenizer: Tokenizer
@@ -38,7 +38,7 @@ class TextCodec:
     eos_id: int | None = None
 
     def encode(self, text: str, *, is_start: bool = False) -> list[int]:
-        """Token ids of a text, after the start token if it begins there.
+        """Token ids of a text, after the start token if `is_start`.
 
         Raises:
             InputError: text that came from bytes which are not UTF-8.
@@ -67,7 +67,7 @@ class TextCodec:
         return not (self.is_cut(token_ids) or (token_ids and self._is_fallback(token_ids[-1])))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens, without the beginning of a character at its end."""
+        """The text of tokens, without an unfinished character at its end."""
         cut = self._num_unfinished(token_ids)
         if cut and self._is_fallback(token_ids[-1]):  # tokens of one byte, which would make the others unreadable
             token_ids, cut = token_ids[:-cut], 0
@@ -82,7 +82,7 @@ class TextCodec:
         return len(found[0]) if found else 0
 
     def _is_fallback(self, token_id: int) -> bool:
-        """True for a byte of a SentencePiece vocabulary: one that is no UTF-8 makes all bytes in a row unreadable."""
+        """True for a byte of a SentencePiece vocabulary: one byte that is not UTF-8 spoils all bytes in a row."""
         return self._has_fallback and is_byte_name(self.tokenizer.id_to_token(token_id) or "")
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class TextCodec:
     def exclude_padding(self, logits_BV: NDArray[np.float32]) -> None:
         """Give the padding token no probability, in place: this logit was never trained.
 
-        The same goes for rows of an embedding that was padded to a round size, which stand for no token.
+        The same holds for rows of an embedding that was padded to a round size; these rows have no token.
         """
         if not self.is_end(self.pad_id):
             logits_BV[:, self.pad_id] = -np.inf
@@ -136,8 +136,8 @@ def checked(text: str) -> str:
 class TextStream:
     """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
 
-    All pieces together are the decoded text, without the beginning of a character at its end: a stream that has the
-    tokens so far as its context gives the whole character.
+    All pieces together are the decoded text, without an unfinished character at its end. A stream that has these tokens
+    as its context gives the whole character.
 
     codec: decodes the tokens.
     context: the tokens before the text: a space or the rest of a character that begins the text depends on them.
@@ -157,8 +157,8 @@ class TextStream:
     is_whole: bool = True
     _held: str = ""
     _ids: list[int] = field(init=False)  # the last tokens
-    _num_certain: int = field(init=False)  # of them, in the beginning, whose text is certain
-    _num_shown: int = field(init=False)  # characters of their text that are no news
+    _num_certain: int = field(init=False)  # tokens at the beginning of `_ids` whose text is certain
+    _num_shown: int = field(init=False)  # characters of the text of `_ids` that were given before
 
     def __post_init__(self) -> None:
         start, codec = max(len(self.context) - CONTEXT, 0), self.codec
@@ -195,7 +195,7 @@ class TextStream:
         return self._release(len(self._held) - num_held)
 
     def _take_news(self) -> None:
-        """Hold the text of the tokens that is new, up to a stop string."""
+        """Hold back the new text of the tokens, up to a stop string."""
         text = self._decode(self._ids)
         self._held, self._num_shown = self._held + text[self._num_shown :], len(text)
         ends = [index for word in self.stop if (index := self._held.find(word)) >= 0]
@@ -208,7 +208,7 @@ class TextStream:
         return len(self.text) + len(self._held)
 
     def begin(self, token_id: int, length: int) -> int:
-        """Characters before the token that was put last: `length` as before it, and broken ones that came with it."""
+        """Characters before the last token: the `length` before it, and broken ones that came out with it."""
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:

@@ -25,8 +25,8 @@ from multilin.runs.load import longest_text
 PIECE = 4096  # tokens of a prompt read at once
 WARM_UPS = 3  # calls of a task before it is captured
 CALLS_BEFORE_CAPTURE = 8  # calls with a number of rows before its graph is captured, which takes as long as many calls
-MOST_GRAPHS = 64  # for another number of rows, the one that was not used for longest is dropped
-MOST_MEMORY = 1 / 16  # of the GPU, for the states of all graphs: copying larger ones takes longer than single kernels
+MOST_GRAPHS = 64  # most graphs to keep; a new one replaces the least recently used one
+MOST_MEMORY = 1 / 16  # of the GPU's memory, for the states of all graphs: copying more takes longer than kernels
 
 
 class TorchEngine:
@@ -94,7 +94,7 @@ class TorchEngine:
         return contents
 
     def restore(self, contents: StateContents) -> TextState:
-        """The state from what `save` returned.
+        """The state from the result of `save`.
 
         Raises:
             InputError: the model keeps no state that could be restored.
@@ -105,7 +105,7 @@ class TorchEngine:
 
 
 def captured(task: Callable[[], object], device: torch.device | None = None) -> Callable[[], object]:
-    """The kernels that the task starts as one CUDA graph; calling the result starts them again, on the same memory.
+    """Capture the kernels of a task as one CUDA graph; calling the result starts them again, on the same memory.
 
     The task is called several times before it is captured, so that kernels are compiled and libraries ready.
 
@@ -128,7 +128,7 @@ def captured(task: Callable[[], object], device: torch.device | None = None) -> 
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 task()
         except RuntimeError:
-            torch.cuda.set_stream(before)  # a capture that broke off leaves its own
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream
             raise
 
     def replay() -> None:
@@ -141,12 +141,12 @@ def captured(task: Callable[[], object], device: torch.device | None = None) -> 
 class DecodingGraphs:
     """The graphs of a model, one for each number of rows that are decoded together.
 
-    A graph reads and writes a state of its own. The state of a sequence is copied into it before each token and back
-    afterwards, in a few kernels: it is small, and may then be used in any other way at any time.
+    Each graph reads and writes its own state. The state of a sequence is copied into it before each token and back
+    afterwards, in a few kernels: it is small, and between tokens it may be used in any other way.
 
     model: decodes one token of each row.
     capture: see `captured`; tests replace it where there is no GPU.
-    most_bytes: of the states of all graphs; None is `MOST_MEMORY` of the model's GPU.
+    most_bytes: most bytes of the states of all graphs; None is `MOST_MEMORY` of the model's GPU.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class DecodingGraphs:
             most_bytes = int(torch.cuda.get_device_properties(model.device).total_memory * MOST_MEMORY)
         self.most_bytes = most_bytes
         self._calls: Counter[int] = Counter()
-        self._graphs: dict[int, _Graph] = {}  # the one that was used last at the end
+        self._graphs: dict[int, _Graph] = {}  # the graph used last is at the end
         self._failed = False
 
     def read(self, state: TextState, ids_B1: Tensor) -> Tensor | None:
@@ -169,8 +169,8 @@ class DecodingGraphs:
         Call it in `torch.inference_mode`.
 
         Returns:
-            Logits (B, V), float32, overwritten by the next call for as many rows; None if the model has to be called:
-            for the first tokens, near the end of the longest text, with a large state or one that records, and where no
+            Logits (B, V), float32, overwritten by the next call with as many rows; None if the model has to be called:
+            for the first tokens, near the end of the longest text, with a large state or one that records, and if no
             graph can be made.
 
         Raises:
@@ -193,7 +193,7 @@ class DecodingGraphs:
         return limit is None or int(num_read_B.max()) + WARM_UPS <= limit
 
     def _make(self, state: TextState, num_rows: int) -> "_Graph | None":
-        """The graph for so many rows once it is worth making, if there is memory and the model allows it."""
+        """The graph for `num_rows` rows once it is worth making, if memory and model allow it."""
         size = _num_bytes(state)
         if self._calls[num_rows] <= CALLS_BEFORE_CAPTURE or size > self.most_bytes:
             return None
@@ -203,7 +203,7 @@ class DecodingGraphs:
         try:
             return _Graph(self.model, state, num_rows, self.capture)
         except torch.OutOfMemoryError:
-            self.most_bytes = self._num_bytes()  # those that there are stay
+            self.most_bytes = self._num_bytes()  # existing graphs stay
             warn_once(f"no memory for a CUDA graph of {num_rows} rows; they are decoded more slowly, kernel by kernel")
         except RuntimeError as error:
             self._failed = True
@@ -254,7 +254,7 @@ def _num_bytes(state: TextState) -> int:
 
 
 def _copy(targets: list[Any], sources: list[Any]) -> None:
-    """Copy every tensor of the values of a state into the same place of others, those of a dtype together."""
+    """Copy every tensor of a state into its place in another state, all tensors of a dtype together."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(tensors_of(targets), tensors_of(sources), strict=True):
         if target.data_ptr() != source.data_ptr():

@@ -16,7 +16,7 @@ from multilin.settings.inputs import check_regular
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-PREFIX, NAME = "base_model.model.", "default"  # what PEFT puts before a weight in files, and inserts in models
+PREFIX, NAME = "base_model.model.", "default"  # of weights: PEFT's prefix in files, and its insertion in models
 
 
 def import_peft() -> Any:
@@ -37,18 +37,18 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
 
     Args:
         model: changed in place.
-        config: of PEFT.
-        field: that chose it; messages begin with it.
+        config: PEFT's settings.
+        field: the field that chose them; messages begin with it.
 
     Returns:
         PEFT's tuner, which can merge them.
 
     Raises:
-        InputError: there is no module of such a name, one without a matrix, or a head that is tied to the embedding.
+        InputError: a module that does not exist or has no matrix, or an output that is tied to the embedding.
     """
     if getattr(model.config, "unit_variance", False):
         raise InputError(
-            f"{field}: given for a Llama with unit_variance, but adapters do not scale what they read as it does"
+            f"{field}: given for a Llama with unit_variance, but adapters do not scale their inputs as it does"
         )
     peft = import_peft()
     with as_input_error(lambda reason: f"{field}: no adapters for this model ({reason})"), warnings.catch_warnings():
@@ -56,7 +56,7 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
         tuner = peft.LoraModel(model, {NAME: config}, NAME)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(hasattr(module, "base_layer") for module in ends):
-        raise InputError(f"{field}: the output of this model shares its matrix with the embedding; name others")
+        raise InputError(f"{field}: the output of this model shares its matrix with the embedding; name other modules")
     return tuner
 
 
@@ -66,7 +66,7 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def file_name(name: str) -> str:
-    """The name that the weight of an adapter has in PEFT's files, from its name in the model."""
+    """The name of an adapter's weight in PEFT's files, from its name in the model."""
     return PREFIX + name.replace(f".{NAME}", "")
 
 
@@ -74,9 +74,8 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model with the adapters of a folder merged into its weights.
 
     Args:
-        model: that the adapters belong to; changed in place, to float32 weights that no product rounds, as it is while
-            adapters are trained.
-        folder: with adapter_config.json and adapter_model.safetensors.
+        model: the base model; changed in place, to weights and products in float32, as in the training of adapters.
+        folder: the folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
         InputError: damaged files, adapters of another kind than LoRA, or of another model.
@@ -119,7 +118,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _grow_vocabulary(model: PreTrainedModel, weights: dict[str, Any]) -> None:
-    """Put embedding and head of PEFT's weights, which has them if tokens were added, into the model."""
+    """Load embedding and output from PEFT's weights into the model; PEFT saves them if tokens were added."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {
         f"{name}.{part}" for name, module in model.named_modules() if module in ends for part in module.state_dict()
@@ -131,7 +130,7 @@ def _grow_vocabulary(model: PreTrainedModel, weights: dict[str, Any]) -> None:
 
 
 def reach(model: PreTrainedModel) -> str:
-    """A sentence: the share of a model's weights that have adapters, and the share that is trained."""
+    """A sentence: the matrices of a model that have adapters, and how many numbers are trained."""
     from peft.tuners.lora import LoraLayer
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -144,7 +143,7 @@ def reach(model: PreTrainedModel) -> str:
     share = sum(number for key, number in in_layers.items() if key in reached) / max(sum(in_layers.values()), 1)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return (
-        f"adapters on {plural(len(adapted), 'matrix') if len(adapted) == 1 else f'{len(adapted):,} matrices'} reach "
-        f"{share:.1%} of the weights outside embeddings and output; {trained:,} numbers are trained, "
-        f"{trained / sum(weights.values()):.1%} of the model's"
+        f"LoRA covers {plural(len(adapted), 'matrix') if len(adapted) == 1 else f'{len(adapted):,} matrices'}, "
+        f"{share:.1%} of the weights outside embeddings and output: {trained:,} trained numbers "
+        f"({trained / sum(weights.values()):.1%} of the model)"
     )

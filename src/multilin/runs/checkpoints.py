@@ -1,7 +1,7 @@
 """Checkpoint folders and the files in them: safetensors and JSON, complete or absent.
 
 A checkpoint is written into a hidden folder and renamed when everything is on the disk, so a full disk, a crash or a
-SIGKILL leaves the one before it as the newest. Its checksums.json shows whether its files are as they were written.
+SIGKILL leaves the previous checkpoint as the newest. Its checksums.json shows whether its files are undamaged.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ def partial_folder(folder: Path, step: int) -> Path:
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """A new folder to write a checkpoint into; leaving the block without an error publishes it.
 
-    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: a run leaves them behind
-    when it goes on from an earlier one because they are damaged. After an error the new folder is removed.
+    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: they are damaged, and
+    the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
@@ -65,7 +65,7 @@ def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that does not match its checksum, in words; None if there is none."""
+    """The first file of a checkpoint that does not match its checksum, in words; None if all match."""
     try:
         sums = json.loads((checkpoint / CHECKSUMS).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -110,7 +110,7 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
     """The settings of each group of an optimizer's parameters, and their names."""
     with loading(folder / "optimizer.json"):
         return [
-            # JSON knows lists only.
+            # JSON has no tuples, only lists.
             {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
             for group in read_json(folder / "optimizer.json")
         ]
@@ -140,7 +140,7 @@ def read_json(path: Path) -> Any:
 
 
 def loading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """A block that uses the content of this file: all errors inside become one sentence."""
+    """A block that uses the content of this file; any error inside becomes one sentence."""
     return as_input_error(
         lambda reason: (
             f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
@@ -150,7 +150,7 @@ def loading(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def read_progress(checkpoint: Path, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What `progress.json` of a checkpoint holds, with the names and types of `own`.
+    """The content of `progress.json` of a checkpoint, which must have the names and types of `own`.
 
     Raises:
         InputError: it is damaged, or belongs to another step.

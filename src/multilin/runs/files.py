@@ -13,9 +13,9 @@ from multilin.settings.inputs import read_json, read_yaml
 MANIFEST = "multilin.json"
 """Describes an exported model."""
 RECIPE_FILE = "recipe.yaml"
-"""Everything that decided a run."""
+"""All settings of a run."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The adapters of a model that lies elsewhere, as PEFT writes them."""
+"""The adapters of a model in another folder, as PEFT writes them."""
 
 
 def is_export(folder: str | Path) -> bool:
@@ -41,7 +41,7 @@ def is_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> str:
     """The model that the adapters in a folder belong to: a folder, or a name on the hub.
 
-    A relative path is that of a folder here, or else of one in a folder above the adapters.
+    A relative path is looked up in the current folder, then in the folders above the adapters.
 
     Raises:
         InputError: adapter_config.json is damaged or names none.
@@ -49,13 +49,13 @@ def base_of(folder: Path) -> str:
     values = read_json(folder / ADAPTER_CONFIG, "run")
     base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
     if not isinstance(base, str) or not base:
-        raise InputError(f"run: {folder / ADAPTER_CONFIG} names no model that its adapters belong to")
+        raise InputError(f"run: {folder / ADAPTER_CONFIG} names no model (base_model_name_or_path)")
     near = (parent / base for parent in (Path(), *folder.resolve().parents))
     return str(next((path for path in near if path.is_dir()), base))
 
 
 def below_adapters(folder: Path) -> Path:
-    """The model that adapters belong to, also through other adapters; the folder itself if it holds no adapters.
+    """The base model of the adapters in a folder, also through other adapters; without adapters, the folder itself.
 
     Raises:
         InputError: see `base_of`, or adapters that belong to themselves.
@@ -63,7 +63,7 @@ def below_adapters(folder: Path) -> Path:
     seen: set[Path] = set()
     while is_adapter(folder):
         if folder.resolve() in seen:
-            raise InputError(f"run: the adapters in {folder} name themselves as the model they belong to")
+            raise InputError(f"run: the adapters in {folder} name themselves as their base model")
         seen.add(folder.resolve())
         folder = Path(base_of(folder))
     return folder
@@ -81,11 +81,11 @@ def recipe_sections(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_model(name: str, field: str) -> Path:
-    """The folder of a model, which is downloaded if it is a name on the hub.
+    """The folder of a model; a model on the hub is downloaded.
 
     Args:
-        name: of a folder or on the hub.
-        field: that gave it; messages begin with it.
+        name: a folder, or a name on the hub.
+        field: the field that gave the name; messages begin with it.
 
     Raises:
         InputError: neither a folder with a model nor a name that the hub knows.
@@ -107,10 +107,10 @@ def _fetch(name: str, field: str) -> Path:
     from multilin.data.tokenizers import TOKENIZER_FILES
 
     with as_input_error(
-        lambda reason: f"{field}: {shown(name)} is neither a folder here nor a model that the hub gives ({reason})"
+        lambda reason: f"{field}: {shown(name)} is neither a folder nor a model that the hub provides ({reason})"
     ):
         try:
-            # Asked once: downloads would try again and again, for minutes where there is no connection.
+            # One request first: without a connection, downloads would retry for minutes.
             revision = huggingface_hub.HfApi().model_info(name, timeout=20).sha
         except Exception:
             if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
@@ -128,7 +128,7 @@ def check_run_files(folder: str | Path) -> None:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"run: {str(folder)!r} is no folder; give the folder of a run, such as runs/demo")
+        raise InputError(f"run: there is no folder {str(folder)!r}; give the folder of a run, such as runs/demo")
     if not (folder / "config.json").is_file() and not is_adapter(folder):
         unfinished = (folder / RECIPE_FILE).is_file()
         again = shlex.join(["multilin", "train", str(folder), "--resume"])
@@ -150,22 +150,22 @@ def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
     """Refuse a model whose weights changed since a run began with them.
 
     Args:
-        folder: of the model.
-        expected: what `weights_hash` was then.
+        folder: the folder of the model.
+        expected: the result of `weights_hash` at that time.
         field: messages begin with it.
 
     Raises:
-        InputError: the weights are others.
+        InputError: the weights have changed.
     """
     if weights_hash(folder) != expected:
         raise InputError(
-            f"{field}: the weights in {folder} are not those that the recipe records (model.start_hash); put them "
-            "back, or name model.start again to begin with what is there now"
+            f"{field}: the weights in {folder} do not have the hash in the recipe (model.start_hash); put the old ones "
+            "back, or give model.start again to begin with the present weights"
         )
 
 
 def source_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a run from which its export is made, those of the model below its adapters included."""
+    """SHA-256 of the files of a run from which its export is made, including the files of its adapters' base model."""
     weights = sorted(path.name for path in folder.glob("*.safetensors"))
     names = ["config.json", ADAPTER_CONFIG, "tokenizer.json", *weights]
     hashes = {name: checksum(folder / name) for name in names if (folder / name).is_file()}

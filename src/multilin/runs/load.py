@@ -67,7 +67,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     """Load the model of a folder, in evaluation mode.
 
     Raises:
-        InputError: no model there, damaged or missing weights, or a config of more than fits into the memory.
+        InputError: no model there, damaged or missing weights, or a model too large for the memory.
     """
     read_config(folder)
     _check_weights(folder)
@@ -80,7 +80,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         others = f" and {plural(len(missing) - 1, 'other')}" if missing[1:] else ""
-        raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} of its config.json")
+        raise InputError(f"run: the weights in {folder} lack {missing[0]}{others} that its config.json needs")
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise InputError(f"run: the weights in {folder} are damaged: {name} holds values that are not finite")
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """The config of the model of a folder.
 
     Raises:
-        InputError: no model there, a damaged config, or one of more than fits into the memory.
+        InputError: no model there, a damaged config, or a model too large for the memory.
     """
     check_run_files(folder)
     check_model_files(folder, "run")
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def _find_base(folder: Path) -> Path:
-    """The folder of the model that adapters belong to, with the weights that they were trained with."""
+    """The folder of the adapters' base model; refuses weights that changed since the adapters were trained."""
     below_adapters(folder)  # refuses adapters that belong to themselves
     base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
     expected = recipe_sections(folder).get("model", {}).get("start_hash")
@@ -128,7 +128,7 @@ def save_run(run: Run, target: Path) -> None:
 
 @contextlib.contextmanager
 def _loading(folder: Path) -> Iterator[None]:
-    # What is wrong in a config or in weights ends in errors of many kinds.
+    # Mistakes in a config or in weights cause errors of many kinds.
     with (
         as_input_error(lambda reason: f"run: the model in {folder} cannot be loaded ({reason})"),
         prefixed(f"run: {folder / 'config.json'}: "),
@@ -158,7 +158,7 @@ def _check_weights(folder: Path) -> None:
 def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedTokenizerFast:
     """The tokenizer in the folder of a model, to which tokens may have been added since the model was trained.
 
-    The hash in the config becomes that of this tokenizer. Texts begin with the same token as in training.
+    The config gets the hash of this tokenizer. Texts begin with the same token as in training.
 
     Raises:
         InputError: there is none, it is another tokenizer, or the model has no embeddings for added tokens.

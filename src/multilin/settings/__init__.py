@@ -1,4 +1,4 @@
-"""Settings are dataclasses: one comment per field serves as its help, and one checked way in from plain data.
+"""Settings are dataclasses: the comment of a field is its help, and plain data is checked when it is loaded.
 
     @settings
     class Window:
@@ -63,9 +63,9 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
 
 
 def without_empty(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data for `cls` without the sections and lists that are null, as in YAML one whose lines are all commented.
+    """Plain data for `cls` without sections and lists that are null, such as a YAML section of comments alone.
 
-    Where a field takes null, it stays.
+    A null stays in a field that accepts null.
     """
     hints = {field.name: field.type for field in dataclasses.fields(cls)}
     kept = {}
@@ -87,7 +87,7 @@ def _adapter(cls: Any) -> "TypeAdapter[Any]":
 
 
 def _sentence(cls: type, error: "ValidationError", where: str) -> str:
-    """The first mistake as one sentence. A union's members appear in pydantic's location; field names alone stay."""
+    """The first mistake as one sentence. Pydantic's location also names members of unions; only fields are kept."""
     errors = error.errors(include_url=False)
     first = errors[0]
     path: list[str] = []

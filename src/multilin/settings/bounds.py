@@ -1,7 +1,7 @@
 """Bounds of settings: every number has a smallest and a largest value, every text and list a largest length.
 
-The largest values are beyond any use of a field, so that what is a slip is refused in one sentence. Whether a model
-within them fits into the memory is another question, see `multilin.model.memory`.
+The largest values exceed any sensible use of a field, so that a mistyped value is refused in one sentence.
+`multilin.model.memory` checks whether a model within these bounds fits into the memory.
 """
 
 import math
@@ -15,9 +15,9 @@ from pydantic_core import PydanticCustomError
 
 from multilin.errors import shown
 
-LONGEST_TEXT = 4096  # characters of a text that has no bound of its own
+LONGEST_TEXT = 4096  # characters of a text without another bound
 MOST_LAYERS, MOST_STEPS, LARGEST_WINDOW = 512, 10**8, 2**17
-_LONGEST_NAME = 255  # bytes, of a file system
+_LONGEST_NAME = 255  # bytes of a name in a file system
 _MOST_VALUES, _DEEPEST = 10_000, 12  # of a section with free entries
 
 
@@ -38,33 +38,33 @@ ShortLength = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # tokens of a text whos
 BlockLength = Annotated[int, _NUMBER, Ge(2), Le(2**20)]  # tokens of a text of which at least one is predicted
 Window = Annotated[int, _NUMBER, Ge(1), Le(LARGEST_WINDOW)]  # tokens read, the current one included
 LayerWindows = Annotated[tuple[Window | None, ...], MaxLen(MOST_LAYERS)]
-"""That of each layer; none reads the whole past."""
+"""The window of each layer; None reads the whole past."""
 PastWindow = Annotated[int, _NUMBER, Ge(0), Le(LARGEST_WINDOW)]  # tokens read before the current one
-Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # tokens that there are
-TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]  # one of them
+Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # number of tokens
+TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]  # one token
 Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]  # things of a kind
 Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]  # different things to choose from
 Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]  # texts at a time
 Blocks = Annotated[int, _NUMBER, Ge(1), Le(2**26)]  # blocks of training text read for one step
 Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]  # texts searched at a time
-Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]  # of an optimizer, and what else is done one after the other
-StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]  # the same or none
+Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]  # of an optimizer, or others that follow each other
+StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]  # the same, or 0
 Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]  # tokens of a whole corpus
-Size = Annotated[int, _NUMBER, Ge(0), Le(10**18)]  # bytes or tokens of a whole corpus, or none
+Size = Annotated[int, _NUMBER, Ge(0), Le(10**18)]  # bytes or tokens of a whole corpus, or 0
 Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]  # place in a list, from 0
-Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]  # runs of a row, and what else is done a few times
-RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # the same or none
+Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]  # runs of a row, or other things done a few times
+RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # the same, or 0
 Port = Annotated[int, _NUMBER, Ge(0), Le(2**16 - 1)]  # of TCP; 0 lets the system choose
-Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]  # what random numbers of Python, NumPy and PyTorch begin with
+Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]  # of random numbers of Python, NumPy and PyTorch
 
-Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]  # a learning rate, or how many times as much
+Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]  # a learning rate, or a factor of one
 Strength = Annotated[float, _NUMBER, Ge(0), Le(1e6)]  # a factor that may be 0
 Factor = Annotated[float, _NUMBER, Ge(-1e6), Le(1e6)]  # a factor of either sign
 Positive = Annotated[float, _NUMBER, Ge(1e-15), Le(1e9)]  # above 0
 Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]  # a part that is not the whole
 Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]  # a part that is neither nothing nor the whole
 Share = Annotated[float, _NUMBER, Gt(0), Le(1)]  # a part, or the whole
-Temperature = Annotated[float, _NUMBER, Ge(0), Le(1e3)]  # what logits are divided by, or 0
+Temperature = Annotated[float, _NUMBER, Ge(0), Le(1e3)]  # divisor of logits, or 0
 Minutes = Annotated[float, _NUMBER, Ge(0.1), Le(1e6)]  # of a run
 Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]  # tokens, operations or seconds to spend
 
@@ -73,7 +73,7 @@ def _check_path(value: str) -> str:
     if not value:
         raise ValueError("an empty text given, but it should be the name of a file or folder")
     if "\0" in value:
-        raise ValueError("a name of a file or folder holds no null character")
+        raise ValueError("a name with a null character given, but names of files and folders have none")
     if value.startswith("~/"):  # a shell leaves it in --flag=~/x, and in YAML
         value = str(Path.home() / value[2:])
     longest = max(len(name.encode(errors="replace")) for name in value.split("/"))
@@ -84,14 +84,14 @@ def _check_path(value: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_check_path)]
 """Path of a file or folder, or the name of something that is looked up."""
-Names = Annotated[list[PathText], MaxLen(100)]  # several of them
-Mixture = Annotated[dict[PathText, Positive], MinLen(1), MaxLen(100)]  # several of them, each with a weight
+Names = Annotated[list[PathText], MaxLen(100)]  # several paths or names
+Mixture = Annotated[dict[PathText, Positive], MinLen(1), MaxLen(100)]  # several paths or names, each with a weight
 Name = Annotated[str, MaxLen(100)]  # of a field, a row or a task
 Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command line takes it
 
 
 def _check_plain(section: Mapping[str, Any]) -> Any:
-    """Refuse values that are no plain data, or too many; without recursion, which could itself run too deep."""
+    """Refuse values that are not plain data, or too many values; without recursion, which could itself run too deep."""
     rest: list[tuple[Any, int]] = [(section, 1)]
     for _ in range(_MOST_VALUES):
         if not rest:
@@ -115,6 +115,6 @@ def _check_plain(section: Mapping[str, Any]) -> Any:
 
 
 Section = Annotated[dict[str, Any], MaxLen(1000), AfterValidator(_check_plain)]
-"""Fields that another class of settings knows."""
+"""Fields that another class of settings checks."""
 LayerList = Annotated[list[Section], MaxLen(MOST_LAYERS)]  # a section for each layer
 Tried = Annotated[list[Any], MinLen(1), MaxLen(100)]  # values of one field to try

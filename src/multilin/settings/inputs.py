@@ -1,8 +1,8 @@
-"""What users hand in as files, YAML and JSON, with limits that no sensible input reaches.
+"""Reading of files, YAML and JSON from users, with limits that no sensible input reaches.
 
-YAML here is the plain part of it: texts, numbers, true, false, null, lists and sections with names. Aliases, tags of
-other kinds, repeated names and several documents in a file are refused, and numbers are those of JSON, so that 1e-3 is
-one and 12:30 is none. `to_yaml` writes what `parse_yaml` reads back.
+Only plain YAML is read: texts, numbers, true, false, null, lists and sections with names. Aliases, tags of other kinds,
+repeated names and several documents in a file are refused. 1e-3 is a number; 12:30 is a text.
+`to_yaml` writes text that `parse_yaml` reads back.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from multilin.files import file_kind
 
 MEGABYTE = 2**20
 LARGEST_YAML = MEGABYTE
-LARGEST_JSON = 2**27  # of a tokenizer; the largest in use have a third of it
+LARGEST_JSON = 2**27  # bytes of a tokenizer; the largest in use have a third of this
 _LARGEST_CONFIG = 16 * MEGABYTE
 _CONFIGS = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json"),
@@ -35,7 +35,7 @@ _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
 
 
 def check_regular(path: str | Path, name: str) -> None:
-    """Refuse a path that is no regular file, without opening it: opening a pipe without a writer would never return.
+    """Refuse a path that is not a regular file, without opening it: opening a pipe without a writer would never return.
 
     Args:
         path: path of the file.
@@ -72,15 +72,15 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
     except OSError as error:
         raise InputError(f"{_subject(path, name)} cannot be read ({error.strerror or error})") from None
     if len(content) > limit:
-        raise InputError(f"{_subject(path, name)} holds more than {limit // MEGABYTE} MB, the most that is read")
+        raise InputError(f"{_subject(path, name)} holds more than {limit // MEGABYTE} MB, the largest size")
     return content
 
 
 def check_encoding(beginning: bytes, where: str) -> None:
-    """Refuse a text that begins as UTF-16 or UTF-32 does, with a mark or with zero bytes.
+    """Refuse a text that begins like UTF-16 or UTF-32, with a byte order mark or with zero bytes.
 
     Raises:
-        InputError: it does; the message begins with `where`.
+        InputError: the text begins so; the message begins with `where`.
     """
     if b"\0" in beginning or beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         is_wide = b"\0\0\0" in beginning or beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))
@@ -98,10 +98,10 @@ def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
 
 
 def check_model_files(folder: Path, name: str) -> None:
-    """Refuse a folder of Hugging Face's layout with files that could not be opened, or would fill the memory.
+    """Refuse a folder in Hugging Face's layout whose files cannot be opened or are too large for the memory.
 
     Raises:
-        InputError: a file of the model or tokenizer is not regular, is too large, or is no valid JSON.
+        InputError: a file of the model or tokenizer is not regular, is too large, or is not valid JSON.
     """
     for path in sorted(folder.iterdir()):
         if path.name in _CONFIGS:
@@ -109,8 +109,9 @@ def check_model_files(folder: Path, name: str) -> None:
                 raise InputError(f"{_subject(path, name)} should hold a JSON object, not {shown(values)}")
         elif path.name in _VOCABULARIES or path.suffix in (".jinja", ".safetensors"):
             check_regular(path, name)
-            if path.suffix != ".safetensors" and (size := path.stat().st_size) > LARGEST_JSON:
-                raise InputError(f"{_subject(path, name)} holds {size / MEGABYTE:,.0f} MB, too many for its name")
+            if path.suffix != ".safetensors" and path.stat().st_size > LARGEST_JSON:
+                megabytes = LARGEST_JSON // MEGABYTE
+                raise InputError(f"{_subject(path, name)} holds more than {megabytes} MB, the largest size")
 
 
 def _read_text(path: str | Path, name: str, limit: int) -> str:
@@ -124,7 +125,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """The plain data of a JSON text, whose size the caller has checked.
 
     Raises:
-        InputError: no JSON, lists and objects in more than 50 levels, a name that occurs twice, nan or infinity, or an
+        InputError: not JSON, lists and objects in more than 50 levels, a name that occurs twice, nan or infinity, or an
             integer of more than 100 digits; the message begins with `where`.
     """
     try:
@@ -156,7 +157,7 @@ def _integer(digits: str) -> int:
 
 def _finite(digits: str) -> float:
     if not math.isfinite(value := float(digits)):
-        raise ValueError(f"{shorten(digits)} is no finite number")
+        raise ValueError(f"{shorten(digits)} is not a finite number")
     return value
 
 
@@ -172,7 +173,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """The plain data of a YAML text of at most LARGEST_YAML characters.
 
     Raises:
-        InputError: no YAML, or YAML that this module does not accept; the message begins with `where`.
+        InputError: not YAML, or YAML that this module does not accept; the message begins with `where`.
     """
     if len(text) > LARGEST_YAML:
         raise InputError(f"{where}: {len(text)} characters given, but YAML of at most {LARGEST_YAML} is read")
@@ -184,7 +185,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def to_json(value: Any, **style: Any) -> str:
-    """Plain data as JSON, which has no nan and infinity: they become null; `style` as for `json.dumps`."""
+    """Plain data as JSON; nan and infinity, which JSON lacks, become null; `style` as for `json.dumps`."""
     try:
         return json.dumps(value, allow_nan=False, **style)
     except ValueError:
@@ -214,7 +215,7 @@ def _value(count: int, event: Any, events: Iterator[tuple[int, Any]], level: int
     """The number, text, list or section that begins with an event, in this level of lists and sections."""
     place = f"line {event.start_mark.line + 1}"
     if count > _MOST_EVENTS or level > _DEEPEST:
-        raise _Refused(f"{place} is beyond the {_DEEPEST} levels and {_MOST_EVENTS:,} values that are read")
+        raise _Refused(f"{place} is beyond the limit of {_DEEPEST} levels and {_MOST_EVENTS:,} values")
     if isinstance(event, yaml.AliasEvent):
         raise _Refused(f"{place} repeats a value by an alias (*{shorten(str(event.anchor))}); write it out")
     if event.tag not in (None, "!", _TAG + "str"):
@@ -250,7 +251,7 @@ def _scalar(event: yaml.ScalarEvent, place: str) -> Any:
 
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TAG = "tag:yaml.org,2002:"
-# Which texts are no texts, and the characters that they begin with.
+# Texts without quotes that are other values, and the characters that they begin with.
 _PLAIN = {
     "null": (re.compile(r"~|null|"), ["~", "n", ""]),
     "bool": (re.compile(r"true|false"), ["t", "f"]),

@@ -5,7 +5,7 @@ ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? Math.min(navigator.ha
 ort.env.logLevel = "error";
 
 const WASM = "runtime/ort-wasm-simd-threaded.wasm";
-const FEWEST_SLOTS = 64; // of a ring that is not yet full; doubled as tokens come
+const FEWEST_SLOTS = 64; // of a new ring, doubled as tokens come until it is full
 const SHORT = 4; // tokens that are read one by one
 // Without this the runtime keeps the 8-bit matrices as they are, and converts them for every token.
 const OPTIONS = {executionProviders: ["wasm"], extra: {session: {disable_quant_qdq: "1"}}};
@@ -112,7 +112,7 @@ export class Engine {
     return results.logits.data;
   }
 
-  /** Room for so many tokens in all rings, as far as they keep them. */
+  /** Make room for numTokens tokens in all rings, or for as many as a full ring keeps. */
   #grow(state, numTokens) {
     for (const tensor of this.inputs.filter(isRing)) {
       const ring = state.tensors[tensor.name], slots = ring.dims[tensor.is_multiplied ? 2 : 1];
@@ -146,7 +146,7 @@ function writeRing(tensor, ring, fresh, numRead, count, columns) {
     }
 }
 
-/** The next token: the likeliest at temperature 0, else drawn from those that top-k, then top-p, then min-p leave. */
+/** The next token: the likeliest at temperature 0, else drawn from the tokens that top-k, then top-p, then min-p leave. */
 export function chooseToken(logits, {temperature = 0, topK = 0, topP = 1, minP = 0}, random = Math.random) {
   if (!(temperature > 0)) return logits.reduce((best, logit, token) => (logit > logits[best] ? token : best), 0);
   let tokens = Array.from(logits, (_, token) => token);

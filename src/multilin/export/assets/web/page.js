@@ -65,7 +65,7 @@ class Branch {
 function activate(branch) {
   page.active = branch;
   branch.radio.checked = true;
-  $("prompt").placeholder = branch.ids.length ? "Add text, or let the model go on" : "Begin a text, or leave it to the model";
+  $("prompt").placeholder = branch.ids.length ? "Add text, or let the model continue" : "Begin a text, or leave it to the model";
   $("generate").textContent = branch.ids.length ? "Continue" : "Generate";
 }
 
@@ -81,7 +81,7 @@ function fork() {
   const {state, ids, parts} = page.active;
   activate(new Branch(state.fork(), [...ids], structuredClone(parts)));
   page.active.card.scrollIntoView({block: "nearest"});
-  say(`Text ${page.active.name} is a copy. Both go on from here by themselves.`);
+  say(`Text ${page.active.name} is a copy. The two texts continue independently.`);
 }
 
 function settings() {
@@ -111,7 +111,7 @@ async function generate() {
   try {
     for (; number < Math.min(maxNewTokens, room) && !isStopping; number++) {
       const logits = await engine.read(branch.state, branch.ids.slice(branch.state.numRead));
-      if (number === 0) begin = performance.now(); // reading a prompt is no part of the speed
+      if (number === 0) begin = performance.now(); // the speed leaves out the reading of a prompt
       if (pad_id !== end_id && pad_id !== eos_id) logits[pad_id] = -Infinity;
       logits.fill(-Infinity, codec.numTokens); // rows of a padded embedding
       const token = chooseToken(logits, choice);
@@ -176,7 +176,7 @@ async function withStore(mode, use) {
   }
 }
 
-/** Saved states belong to one model; those of its other precisions differ in no shape, and fit. */
+/** Saved states belong to one model; its other precisions have states of the same shapes, which fit. */
 const key = () => page.engine.about.model_hash;
 
 async function save() {
@@ -188,7 +188,7 @@ async function save() {
 
 async function restore() {
   const saved = await withStore("readonly", store => store.get(key()));
-  if (!saved) return say("Nothing was saved in this browser yet.", true);
+  if (!saved) return say("Nothing is saved in this browser yet.", true);
   for (const branch of page.branches.splice(0)) branch.card.remove();
   names = 0;
   for (const {state, ids, parts} of saved.branches) new Branch(page.State.restore(state), ids, parts);
@@ -229,14 +229,14 @@ async function start() {
   const limit = n_positions && `texts of up to ${count(n_positions)} tokens`;
   const facts = [architectures.join(" + "), `vocabulary of ${count(vocab_size)}`, limit, precision.replace("bit", " bits")];
   $("facts").textContent = facts.filter(Boolean).join(" · ");
-  $("about").textContent = `It runs in this page${isKept ? ", also without network" : ""}. What you write stays on this device.`;
+  $("about").textContent = `It runs in this page${isKept ? ", even without network" : ""}. What you write stays on this device.`;
   activate(new Branch(page.engine.newState()));
   $("loading").hidden = true;
   $("controls").disabled = false;
   $("prompt").focus();
 }
 
-/** What goes wrong is said, never only logged. */
+/** Show errors on the page, instead of only logging them. */
 const guarded = action => async () => {
   try {
     await action();

@@ -1,5 +1,5 @@
 // Keeps the page's files, so that it works without network after it was loaded once.
-const VERSION = "{{version}}"; // of all files: another export at the same address is another version
+const VERSION = "{{version}}"; // of all files: another export at the same address has another version
 const LARGE = 2 ** 18; // bytes of a file that is kept when the page loads it, not before
 
 self.addEventListener("install", event => event.waitUntil(keepSmallFiles()));
@@ -19,7 +19,7 @@ async function keepSmallFiles() {
   await cache.addAll(["./", ...small].map(path => new Request(path, {cache: "no-cache"})));
 }
 
-/** Several exports may lie at one address, in folders: each has a cache of its own. */
+/** Several exports may lie at one address, in folders: each has a separate cache. */
 function name() {
   return `multilin ${registration.scope} ${VERSION}`;
 }

@@ -29,7 +29,7 @@ const NOT_COMPOSED = characters(`
   1138b 1138e 11390-11391 113c2 113c5 113c7-113c8 113ce-113d0 1145e 11839-1183a 11935 11938 1193d-1193e 11943 119e0 11a34
   11a47 11a99 11d42 11d44-11d45 11d97 11f41-11f42 1611e 16121-16129 1612f 16d63 16d67-16d6a 16ff0-16ff1 1e08f 1e130-1e136
   1e2ae 1e2ec-1e2ef 1e4ec-1e4ef 1e5ee-1e5ef 1e6e3 1e6e6 1e6ee-1e6ef 1e6f5`);
-/** The text for patterns: what is new stands as an unassigned character of the same length. */
+/** The text for patterns: a new character becomes an unassigned one of the same length. */
 const known = text => text.replace(NEW, c => (c === "\u0295" ? "\u0250" : c.length === 1 ? "\uffff" : "\u{10ffff}"));
 
 /** A pattern of a tokenizer.json as a function that cuts a text: [[part, whether it is a match], ...]. */
@@ -58,7 +58,7 @@ const JOINED = { // whether a part is joined to the one before it; each is a mat
   MergedWithNext: (before, is) => before && !is,
 };
 
-/** The words of parts; what is removed is "". */
+/** The words of parts; a removed part is "". */
 function split(parts, behavior, invert = false) {
   const words = [];
   parts.forEach(([part, isMatch], i) => {
@@ -69,8 +69,8 @@ function split(parts, behavior, invert = false) {
   return words;
 }
 
-// Each takes its settings and gives a function of a text. `follows`: it follows other text, so that no space is put
-// before it; `isFirst`: it begins the whole text.
+// Each takes its settings and gives a function of a text. `follows`: the text follows other text, so that no space is
+// put before it; `isFirst`: it begins the whole text.
 const NORMALIZERS = {
   NFC: () => text =>
     cut(text, text.matchAll(NOT_COMPOSED)).map(([part, isNew]) => (isNew ? part : part.normalize("NFC"))).join(""),
@@ -167,7 +167,7 @@ const DECODERS = {
         bytes.push(parseInt(token.slice(3, 5), 16));
         continue;
       }
-      const text = FROM_UTF8.decode(Uint8Array.from(bytes)); // one that is no UTF-8 makes all bytes in a row unreadable
+      const text = FROM_UTF8.decode(Uint8Array.from(bytes)); // one byte that is not UTF-8 spoils all bytes in a row
       texts.push(UTF8.encode(text).join() === bytes.join() ? text : "\ufffd".repeat(bytes.length), token ?? "");
       bytes = [];
     }
@@ -234,7 +234,7 @@ export class TextCodec {
     this.model = MODELS[model.type](withoutNames(model, special));
     this.decoders = content.decoder && made(DECODERS, content.decoder);
     this.decoderTypes = flat(content.decoder).map(part => part.type);
-    // Where spaces are dropped, the one that is put before a piece stands for them.
+    // Where spaces are dropped, the space that is put before a piece replaces them.
     this.dropsSpaces = Boolean(content.pre_tokenizer?.pretokenizers?.some(part => part.type === "WhitespaceSplit"));
     for (const {content: name, id, normalized} of added) this.names[id] = normalized ? this.#normal(name, {}) : name;
     this.added = finder(added.filter(token => !token.normalized));
@@ -277,7 +277,7 @@ export class TextCodec {
     return this.decoders ? this.decoders.reduce((each, decode) => decode(each), tokens).join("") : tokens.join(" ");
   }
 
-  /** The text of tokens, without the beginning of a character at its end. */
+  /** The text of tokens, without an unfinished character at its end. */
   wholeText(ids) {
     const cut = this.#numUnfinished(ids);
     if (!cut) return this.decode(ids);
@@ -303,7 +303,7 @@ export class TextCodec {
     return this.decoderTypes.includes("ByteLevel") ? levelBytes(name) : Array.from(UTF8.encode(name));
   }
 
-  /** True for a byte of a SentencePiece vocabulary: one that is no UTF-8 makes all bytes in a row unreadable. */
+  /** True for a byte of a SentencePiece vocabulary: one byte that is not UTF-8 spoils all bytes in a row. */
   #isFallback(id) {
     return this.decoderTypes.includes("ByteFallback") && isByteName(this.names[id] ?? "");
   }
@@ -332,7 +332,7 @@ export class TextStream {
     return news;
   }
 
-  /** The rest of the text, at the end, without the beginning of a character, which a stream with this context gives. */
+  /** The rest of the text, at the end, without an unfinished character; a stream with this context gives the whole. */
   end() {
     const text = [...this.codec.wholeText(this.ids)], news = text.slice(this.numShown);
     this.numShown = text.length; // in code points, as in Python

@@ -1,1 +1,1 @@
-"""One script per question; `python -m benchmarks NAME` answers it, with the machine it was asked on."""
+"""One script per question. `python -m benchmarks NAME` runs it and prints the machine, the versions and the commit."""

@@ -1,7 +1,7 @@
-"""`python -m benchmarks [NAME] [--save FOLDER] [arguments]` runs one benchmark; without NAME all in turn.
+"""`python -m benchmarks [NAME] [--save FOLDER] [arguments]` runs one benchmark, or all in turn without NAME.
 
-A module with BY_NAME_ONLY, a sentence that says why, is left out where no name is given. With --save every benchmark
-writes FOLDER/NAME.json and, where it has a function `draw`, FOLDER/NAME.png. One that fails does not end the others.
+With --save, every benchmark writes FOLDER/NAME.json and, if it draws, FOLDER/NAME.png. A benchmark that fails does not
+stop the others. A module with BY_NAME_ONLY, a sentence that says why, runs only if it is named.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from multilin.errors import InputError
 
 
 def names() -> list[str]:
-    """The benchmarks of this folder: every module whose name begins with a letter."""
+    """Every module of this folder whose name begins with a letter."""
     names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def main(argv: list[str]) -> int:
-    """Run what `argv` names and return the exit status."""
+    """Run the benchmark that `argv` names, or all; return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks", add_help=False, allow_abbrev=False)
     parser.add_argument("--save", type=Path)
     chosen, rest = parser.parse_known_args(argv)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(name: str, argv: list[str], folder: Path | None, *, is_named: bool) -> int:
-    """The exit status of one benchmark, 1 where it failed."""
+    """The exit status of one benchmark; 1 if it failed."""
     print(f"\n== {name}", flush=True)
     try:
         module = importlib.import_module(f"benchmarks.{name}")

@@ -29,15 +29,15 @@ _PACKAGES = {"onnx": ("onnxruntime", "onnx", "onnxscript"), "ctranslate2": ("ctr
 _TO_INSTALL = {"onnx": "'multilin[export]'", "ctranslate2": "ctranslate2"}
 
 Generate = Callable[[int], float]
-"""Generates so many tokens of each sequence, always from the same state on: seconds per token."""
+"""Generates a number of tokens for each sequence, always from the same state; returns seconds per token."""
 
 
 class Decoder(Protocol):
     """A model in an engine.
 
     prefill: the state of one sequence after these tokens.
-    start: generation from that state, for a batch of so many copies of the sequence.
-    num_bytes: of the state of such a batch; windows count in full size.
+    start: generation from this state, for a batch of copies of the sequence.
+    num_bytes: the size of the state of such a batch; windows count in full.
     """
 
     def prefill(self, ids: list[int]) -> Any: ...
@@ -48,10 +48,10 @@ class Decoder(Protocol):
 
 
 def check_installed(engines: list[str]) -> None:
-    """Refuse an engine whose packages are missing.
+    """Check that the packages of all engines are installed.
 
     Raises:
-        InputError: what to install.
+        InputError: a package is missing; the message says how to install it.
     """
     for engine in engines:
         kind = engine.partition("-")[0]
@@ -60,13 +60,13 @@ def check_installed(engines: list[str]) -> None:
 
 
 def engines_of(name: str, chosen: list[str]) -> list[str]:
-    """Which of the chosen engines can run a model."""
+    """The chosen engines that can run a model."""
     known = {"gpt2": ("torch", "onnx", "ctranslate2", "ctranslate2-int8"), "llama": ("torch",)}
     return [engine for engine in chosen if engine in known.get(name, ENGINES[:3])]
 
 
 def make_decoder(model: PreTrainedModel, engine: str, threads: int, folder: Path) -> Decoder:
-    """A model in an engine; its export is taken from `folder`, or written there, and must be of the same sizes."""
+    """A model in an engine. An export of the same sizes is read from `folder`, or written there."""
     if engine == "torch":
         in_torch = TorchEngine(model)
         return OurDecoder(in_torch) if in_torch.keeps_states else CacheDecoder(in_torch)
@@ -85,7 +85,7 @@ def make_decoder(model: PreTrainedModel, engine: str, threads: int, folder: Path
 
 
 def _generate(read: Callable[[list[list[int]]], Any], batch_size: int, num_tokens: int) -> float:
-    """Seconds per token of greedy generation; `read` gives the logits after one more token of each sequence."""
+    """Seconds per token of greedy generation; `read` returns the logits after one more token of each sequence."""
     ids = read([[0]] * batch_size).argmax(-1)[:, None].tolist()  # lays the state out for single tokens
     begin = time.perf_counter()
     for _ in range(num_tokens):
@@ -94,7 +94,7 @@ def _generate(read: Callable[[list[list[int]]], Any], batch_size: int, num_token
 
 
 class OurDecoder:
-    """One of our models, which keeps a state of constant size."""
+    """A model of multilin, which keeps a state of constant size."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -117,7 +117,7 @@ class OurDecoder:
 
 
 class CacheDecoder(OurDecoder):
-    """One of transformers' models in the same engine, with its cache of keys and values."""
+    """A model of transformers in the same engine, with its cache of keys and values."""
 
     def start(self, state: DynamicCache, batch_size: int) -> Generate:
         cache = copy.deepcopy(state)
@@ -135,7 +135,7 @@ class CacheDecoder(OurDecoder):
 
 
 class CachedStep(nn.Module):
-    """One of transformers' models as a function of new tokens and the keys and values of those before."""
+    """A model of transformers as a function of new tokens and of the cached keys and values."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class CachedStep(nn.Module):
 
 
 class GrowingCacheDecoder:
-    """GPT-2 in ONNX Runtime; a step appends to keys and values, which stay in the runtime's memory."""
+    """GPT-2 in ONNX Runtime. A step appends to the keys and values, which stay in the memory of the runtime."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, threads: int) -> None:
         import onnxruntime
@@ -204,7 +204,7 @@ def _export_step(model: PreTrainedModel, path: Path) -> None:
 
 
 class CTranslate2Decoder:
-    """GPT-2 in CTranslate2. Its state is the tokens themselves: the library keeps keys and values for a prompt."""
+    """GPT-2 in CTranslate2. Its state is the list of tokens; the library keeps their keys and values."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, compute_type: str, threads: int) -> None:
         import ctranslate2
@@ -247,7 +247,7 @@ class CTranslate2Decoder:
 
 
 def bare_products(matrices: list[Tensor], batch_size: int) -> Generate:
-    """Nothing but the products with these matrices, one vector for each sequence."""
+    """Only the products with these matrices, one vector for each sequence."""
     vectors = [torch.randn(batch_size, matrix.shape[1], device=matrix.device) for matrix in matrices]
 
     @torch.inference_mode()
@@ -262,6 +262,6 @@ def bare_products(matrices: list[Tensor], batch_size: int) -> Generate:
 
 
 def one_product(matrices: list[Tensor], batch_size: int) -> Generate:
-    """One product with a single matrix of as many numbers: the weights read once, and little else."""
+    """One product with a single matrix of as many numbers, which reads the weights once."""
     numbers = sum(matrix.numel() for matrix in matrices)
     return bare_products([torch.randn(max(numbers // 1024, 1), 1024, device=matrices[0].device)], batch_size)

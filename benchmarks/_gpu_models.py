@@ -24,12 +24,12 @@ Figures = dict[str, Any]
 
 
 def peers() -> list[str]:
-    """transformers' models, and those of the package fla where it is installed."""
+    """The models of transformers and, if the package fla is installed, of fla."""
     return [*BASELINES, *(PEERS_OF_FLA if importlib.util.find_spec("fla") else ())]
 
 
 def build(name: str, hidden_size: int, num_layers: int, length: int, arguments: argparse.Namespace) -> nn.Module:
-    """A model with random weights; heads are 128 wide where an architecture has a number of them."""
+    """A model with random weights. Heads are 128 wide in architectures with a number of heads."""
     heads = max(hidden_size // 128, 1)
     if name in PEERS_OF_FLA:
         return _of_fla(name, hidden_size, num_layers, heads, arguments)
@@ -51,7 +51,7 @@ def _of_fla(name: str, hidden_size: int, num_layers: int, heads: int, arguments:
 
 
 def depth_for(name: str, parameters: float, hidden_size: int, length: int, arguments: argparse.Namespace) -> int:
-    """The number of layers with which a model of this width comes nearest to so many parameters."""
+    """The number of layers with which a model of this width comes nearest to a number of parameters."""
     counts = []
     for depth in (2, 4):
         with torch.device("meta"):
@@ -61,7 +61,7 @@ def depth_for(name: str, parameters: float, hidden_size: int, length: int, argum
 
 
 def models() -> list[str]:
-    """All that can be named."""
+    """All models that --models accepts."""
     return [*peers(), *architectures()]
 
 
@@ -70,7 +70,7 @@ def _chosen(names: list[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def training(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """Tokens per second of a step in bf16, and its products with weights as a share of the matrix peak (MFU)."""
+    """Tokens per second of a training step in bf16, and its products with weights as a share of the peak (MFU)."""
     figures: Figures = {}
     for parameters, hidden_size in zip(arguments.parameters, arguments.hidden_sizes, strict=True):
         for length in arguments.lengths:
@@ -118,7 +118,7 @@ def _step(
 
 
 def decoding(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Figures:
-    """Milliseconds of a token, kernel by kernel and by a CUDA graph, bytes kept per text, and whether memory grows."""
+    """Milliseconds per token, by single kernels and by a CUDA graph; bytes of state per text; whether memory grows."""
     figures: Figures = {}
     parameters, hidden_size = arguments.parameters[0], arguments.hidden_sizes[0]
     for name in _chosen([*architectures(), "gpt2"], arguments):
@@ -159,7 +159,7 @@ def _decode(
 
 
 def _tokens(clock: Clock, read_token: Callable[[Tensor], Tensor], last_B1: Tensor, steps: int) -> Figures:
-    """Milliseconds of a step, tokens per second, and by how many bytes the live tensors grow meanwhile."""
+    """Milliseconds per step, tokens per second, and the bytes by which live tensors grow during generation."""
 
     def generate() -> None:
         token_B1 = last_B1

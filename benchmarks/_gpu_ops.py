@@ -1,4 +1,4 @@
-"""Ops on a GPU: right first, then fast, beside the machine's limits and the kernels of others."""
+"""Ops on a GPU: errors against float64, then speed beside the limits of the machine and other kernels."""
 
 import argparse
 import importlib.util
@@ -28,12 +28,12 @@ from multilin.ops.windowed_attention import reference as attention_reference
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 COMBINERS = {"3Lin": (16, 16), "TScale": (4, 4), "ELiTA": (None, 8)}
-"""Widths of the blocks of both factors; None is the hidden size."""
+"""Block widths of both factors; None means the hidden size."""
 NEAR: dict[str, Any] = {"window": 64, "slope": 0.3}
-"""What windowed attention is timed with."""
+"""Options of windowed attention in the timings."""
 Figures = dict[str, Any]
 Tasks = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]
-"""Functions and the inputs that their gradients are taken of, by name."""
+"""By name: a function, and the inputs for which gradients are computed."""
 
 
 def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, learns: bool = True) -> Tensor:
@@ -41,7 +41,7 @@ def normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, 
 
 
 def limits(clock: Clock, device: torch.device, arguments: argparse.Namespace) -> Figures:
-    """Gigabytes per second of a large copy, read and written, and tera-operations of large matrix products."""
+    """Gigabytes per second of a large copy (read plus written), and tera-operations of large matrix products."""
     size = arguments.matrix_size
     numbers = torch.randn(arguments.copy_megabytes * 2**18, device=device)
     target = torch.empty_like(numbers)
@@ -73,7 +73,7 @@ def checks(clock: Clock, device: torch.device, arguments: argparse.Namespace) ->
 
 
 def _checked(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Calls by name: an op, its definition, and the inputs of both."""
+    """By name: an op, its reference, and the inputs of both."""
     batch, length, heads, width = shape
     q, k, v = (normal(shape, device, dtype) for _ in range(3))
     logits = normal((batch, length, heads), device, dtype)
@@ -138,9 +138,9 @@ def _errors(clock: Clock, fast: Any, exact: Any, inputs: tuple[Tensor, ...]) -> 
 
 
 def poolings(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """Ops that mix positions beside the portable path, compiled, and the attention and recurrences of others."""
+    """Ops that mix positions, beside the compiled portable path and the attention and recurrences of other packages."""
     figures: Figures = {}
-    # The package fla tries so many ways to compile a kernel that nothing may wait for it.
+    # fla compiles its kernels in many variants, which takes long; its ops are therefore the last.
     for tasks in (_poolings, _recurrences, _flex_attention, _linear_attention):
         for shape in map(tuple, arguments.shapes):
             found = attempt(partial(_poolings_at, tasks, shape, clock, device, limit))
@@ -192,7 +192,7 @@ def _poolings(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
 
 
 def _recurrences(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
-    """Recurrences of as many channels, or of heads with a matrix each; the portable paths take minutes to compile."""
+    """Recurrences of single channels and of heads with a matrix each. Portable paths take minutes to compile: eager."""
     pairs = normal((*v.shape[:2], 2, v.shape[2] * v.shape[3]), v.device, v.dtype)
     before = torch.zeros(len(v), pairs.shape[3], device=v.device)
     keys, gates = _keys_and_gates(k)
@@ -215,7 +215,7 @@ def _recurrences(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
 
 
 def _keys_and_gates(k: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Keys of length 1; logs of decays, and rates; all with gradients."""
+    """Keys of length 1; log decays and rates. All require gradients."""
     first, second = (torch.randn_like(k[..., 0]) for _ in range(2))
     return (
         normalize(k.detach(), dim=-1).requires_grad_(),
@@ -224,12 +224,12 @@ def _keys_and_gates(k: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 
 def compiled(clock: Clock, task: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The task through torch.compile; as it is in a dry run."""
+    """The task through torch.compile; in a dry run unchanged."""
     return task if clock.is_dry else torch.compile(task, dynamic=False)
 
 
 def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor, limit: Figures) -> Figures:
-    """Milliseconds, and the share of what copying 2 tensors (6 with backward) of the values' size would take."""
+    """Milliseconds, and the time of copying 2 tensors (6 with backward) of the values' size as a share of them."""
     figures = _both_times(clock, task, inputs, dresult)
     rate, size = limit.get("copy_gigabytes_per_second"), dresult.numel() * dresult.element_size()
     for name, count in (("forward", 2), ("both", 6)):
@@ -240,7 +240,7 @@ def _timed(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresu
 
 
 def _both_times(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], dresult: Tensor) -> Figures:
-    """Milliseconds of the task, and of it with its gradients: as called, and of the card alone (see `captured`)."""
+    """Milliseconds of the task, without and with gradients: as called, and on the GPU alone (see `captured`)."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -259,7 +259,7 @@ def _both_times(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], 
 
 
 def _flex_attention(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
-    """PyTorch's flex_attention with the same window and slope; it has no null key, nor a row that sees nothing."""
+    """PyTorch's flex_attention with the same window and slope, but without a null key."""
     if not q.is_cuda:
         return {}
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -281,7 +281,7 @@ def _flex_attention(clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
 
 
 def _linear_attention(_: Clock, q: Tensor, k: Tensor, v: Tensor) -> Tasks:
-    """flash-linear-attention's kernels, where that package is installed and there is a GPU to run them."""
+    """Kernels of flash-linear-attention, if this package is installed and there is a GPU."""
     if importlib.util.find_spec("fla") is None or not q.is_cuda:
         return {}
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -312,7 +312,7 @@ def _factors(
 
 
 def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, limit: Figures) -> Figures:
-    """Products of pairs and of int8 as shares of the matrix peak; as they are, portable, and portable and compiled."""
+    """Products of pairs and of int8 as shares of the matrix peak, beside compiled and portable ways."""
     figures: Figures = {}
     for rows in (arguments.rows, arguments.few_rows):
         for name, (peak, work, ways) in _products(clock, device, arguments, rows).items():
@@ -326,7 +326,7 @@ def matrices(clock: Clock, device: torch.device, arguments: argparse.Namespace, 
 def _products(
     clock: Clock, device: torch.device, arguments: argparse.Namespace, rows: int
 ) -> dict[str, tuple[str, float, Tasks]]:
-    """By name: the limit it has, 10^9 operations of one product, and the ways to compute it."""
+    """By name: its limit, the operations of one product in 10^9, and the ways to compute it."""
     hidden_size = arguments.hidden_size
     found: dict[str, tuple[str, float, Tasks]] = {}
     for name in COMBINERS:
@@ -360,7 +360,7 @@ def _int8_ways(clock: Clock, product: Any, *inputs: Tensor) -> Tasks:
 
 
 def _rates(clock: Clock, task: Callable[[], Tensor], inputs: list[Tensor], work: float, peak: float | None) -> Figures:
-    """Milliseconds and tera-operations per second; backward is two products more."""
+    """Milliseconds and tera-operations per second; backward adds two products."""
     clock.check()
     with torch.no_grad():
         dresult = torch.randn_like(task())

@@ -1,4 +1,4 @@
-"""Timing within a time limit per part; failures are recorded and the run goes on."""
+"""Timing with a time limit for each part. A failure is recorded, and the other measurements continue."""
 
 import statistics
 import time
@@ -13,23 +13,23 @@ from multilin.inference import torch_engine
 
 
 class OutOfTime(Exception):
-    """The part's allowance is used up."""
+    """The time of the part is used up."""
 
 
 class Clock:
-    """Times tasks on the GPU within an allowance; in a dry run it only runs them, once."""
+    """Times tasks on the GPU within a number of seconds. A dry run only calls each task once."""
 
     def __init__(self, seconds: float, *, is_dry: bool) -> None:
         self.end = time.monotonic() + seconds
         self.is_dry = is_dry
 
     def check(self) -> None:
-        """Raise OutOfTime where the allowance is used up."""
+        """Raise OutOfTime if the time is used up."""
         if not self.is_dry and time.monotonic() > self.end:
-            raise OutOfTime("not measured, as this part's time was used up before")
+            raise OutOfTime("not measured: the time of this part was used up")
 
     def milliseconds(self, task: Callable[[], object], *, at_most: float = 1.0) -> float | None:
-        """Median of a task over about 30 runs or so many seconds, after runs that warm up and compile; None if dry."""
+        """Median over 30 runs or `at_most` seconds, after runs that compile and warm up; None in a dry run."""
         self.check()
         task()
         if self.is_dry:
@@ -49,7 +49,7 @@ class Clock:
 
 
 def captured(task: Callable[[], object]) -> Callable[[], object] | None:
-    """A replay of the task as one CUDA graph, which the host does not slow down; None where none can be made of it."""
+    """A replay of the task as one CUDA graph, without the time of the host; None if it cannot be captured."""
     try:
         return torch_engine.captured(task)
     except torch.cuda.OutOfMemoryError:
@@ -59,7 +59,7 @@ def captured(task: Callable[[], object]) -> Callable[[], object] | None:
 
 
 def attempt(work: Callable[[], dict[str, Any]], name: str | None = None) -> dict[str, Any]:
-    """Figures, or one line about a failure; prints them under this name, and gives back the memory that was held."""
+    """Figures, or one line about a failure, also printed under this name. Frees the memory afterwards."""
     begin = time.monotonic()
     try:
         figures = work()
@@ -87,7 +87,7 @@ def in_words(figures: Any) -> str:
 
 @contextmanager
 def kernels_of_the_gpu():
-    """Inside, ops take for tensors of the CPU what they take on a GPU; the interpreter runs the kernels."""
+    """Inside, ops choose their GPU kernels for CPU tensors too; Triton's interpreter runs them."""
     from multilin.ops.dispatch import Op
 
     choose = Op.backend_for

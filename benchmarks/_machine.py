@@ -1,4 +1,4 @@
-"""What a measurement depends on: the machine, the versions, the commit."""
+"""The machine, the versions and the commit of a measurement."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import torch
 from multilin.analysis.machine import cpu_name, installed_version
 from multilin.ops.threads import available_cores
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")  # that decide about speed
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")  # that affect speed
 
 
 def accelerator() -> str:
@@ -19,7 +19,7 @@ def accelerator() -> str:
 
 
 def commit() -> str:
-    """The git commit of this checkout, with `+ changes` where files differ from it."""
+    """The git commit of this checkout, with `+ changes` if files differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -32,7 +32,7 @@ def commit() -> str:
 
 
 def description() -> dict[str, str]:
-    """All of it: machine, versions and commit."""
+    """Machine, versions and commit, as text."""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     versions = {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES}
     system = f"{platform.system()} {platform.release()}"

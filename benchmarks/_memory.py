@@ -1,4 +1,4 @@
-"""The memory that a piece of work needs at most."""
+"""The peak memory of a piece of work."""
 
 import ctypes
 import platform
@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 
 def peak_bytes(work: Callable[[], Result]) -> tuple[Result, int | None]:
-    """The result of `work`, and the bytes held at most while it runs above those held before.
+    """The result of `work`, and its peak memory in bytes above the memory held before.
 
-    Without an accelerator these are bytes of the process, which Linux alone tells; None elsewhere.
+    Without an accelerator, the memory of the process, which is known on Linux only; None elsewhere.
     """
     if torch.accelerator.is_available():
         torch.accelerator.reset_peak_memory_stats()
@@ -27,7 +27,7 @@ def peak_bytes(work: Callable[[], Result]) -> tuple[Result, int | None]:
         return result, torch.accelerator.max_memory_allocated() - before
     try:
         if platform.libc_ver()[0] == "glibc":
-            ctypes.CDLL(None).malloc_trim(0)  # memory freed before would be used again unseen
+            ctypes.CDLL(None).malloc_trim(0)  # or freed memory would be used again, uncounted
         _CLEAR.write_text("5")
     except OSError:
         return work(), None
@@ -37,7 +37,7 @@ def peak_bytes(work: Callable[[], Result]) -> tuple[Result, int | None]:
 
 
 def own_peak_bytes() -> int:
-    """Bytes of this process in the machine's memory, at most since it began."""
+    """The peak resident memory of this process since its start, in bytes."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -45,7 +45,7 @@ def own_peak_bytes() -> int:
 
 
 def resident_bytes(pid: int | None = None) -> int:
-    """Bytes of a process, this one without a number, in the machine's memory; Linux alone tells them."""
+    """The resident memory of a process (this one without `pid`), in bytes; Linux only."""
     return _held("VmRSS", _STATUS if pid is None else Path(f"/proc/{pid}/status"))
 
 

@@ -1,4 +1,4 @@
-"""Models of given sizes, and what a model multiplies with."""
+"""Models of given sizes, and their weight matrices."""
 
 import argparse
 from typing import Any
@@ -12,13 +12,13 @@ from multilin.model.factory import BASELINES, create_config, create_model
 
 
 def add_sizes(parser: argparse.ArgumentParser, **sizes: int) -> None:
-    """Flags for the sizes of a model, with these defaults."""
+    """Add a flag for each size of a model, with these defaults."""
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
 
 
 def build(name: str, arguments: argparse.Namespace, position: int) -> PreTrainedModel:
-    """A model of the sizes in the arguments; `position` is the longest text of those that need one."""
+    """A model of the sizes in the arguments; `position` is the longest text of models that have a limit."""
     sizes: dict[str, Any] = {
         "hidden_size": arguments.hidden_size, "num_layers": arguments.num_layers, "vocab_size": arguments.vocab_size,
         "n_positions": arguments.n_positions, "options": options_of(name, arguments.num_heads),
@@ -29,7 +29,7 @@ def build(name: str, arguments: argparse.Namespace, position: int) -> PreTrained
 
 
 def build_for(name: str, arguments: argparse.Namespace, length: int, **more: Any) -> PreTrainedModel:
-    """A model of the width, depth and vocabulary in the arguments for texts of so many tokens."""
+    """A model of the width, depth and vocabulary in the arguments, for texts of `length` tokens."""
     return create_model(
         name, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers, vocab_size=arguments.vocab_size,
         n_positions=length, **more,
@@ -39,7 +39,7 @@ def build_for(name: str, arguments: argparse.Namespace, length: int, **more: Any
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, *, bf16: bool = False, clip_norm: float = 0.0
 ) -> Tensor:
-    """One step on these tokens, under autocast and with clipped gradients if asked: the loss."""
+    """The loss of one training step on these tokens, under autocast and with clipped gradients on request."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
         loss: Tensor = model(input_ids=ids, labels=ids.clone()).loss
     loss.backward()
@@ -51,7 +51,7 @@ def train_step(
 
 
 def options_of(name: str, num_heads: int) -> dict[str, Any]:
-    """Heads, and no dropout, where the model has a number for them."""
+    """The number of heads and no dropout, if the model has these options."""
     options = {"num_heads": num_heads, "dropout": 0.0}
     if name in BASELINES:
         return options
@@ -60,7 +60,7 @@ def options_of(name: str, num_heads: int) -> dict[str, Any]:
 
 
 def multiplied(model: nn.Module) -> list[Tensor]:
-    """The weights that multiply every token: not embeddings that are only looked up."""
+    """The weights that multiply every token; not embeddings that are only looked up."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     in_products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     matrices = {id(p): p for p in model.parameters() if p.ndim > 1}

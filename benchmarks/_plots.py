@@ -1,4 +1,4 @@
-"""The one look of the plots: ours in colours, peers grey and dashed, every line named at its end."""
+"""The style of all plots: our models in colours, peers grey and dashed, the name of every line at its end."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart by colour-blind readers too (after Okabe and Ito), and dark enough for text on white.
+# Colour-blind readers can tell them apart (after Okabe and Ito); they are dark enough for text on white.
 COLOURS = ("#0072b2", "#d55e00", "#00845f", "#882255", "#222222")
 MARKERS = "osD^v"
 PEER = "#737373"
@@ -19,7 +19,7 @@ _DPI = 150
 
 
 def figure(rows: int, columns: int, *, height: float, share_y: bool = False) -> tuple["Figure", Any]:
-    """A figure whose text can be read at a width of 800 pixels, and its panels as an array (rows, columns)."""
+    """A figure with text that is legible at a width of 800 pixels, and its panels as an array (rows, columns)."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(8, height * rows), dpi=_DPI, layout="constrained")
@@ -31,20 +31,20 @@ def figure(rows: int, columns: int, *, height: float, share_y: bool = False) -> 
 
 
 def colour(model: str) -> str:
-    """Of a model, the same in every plot; `model` may go on with `:` and its options."""
+    """The colour of a model in every plot; `:` and options may follow the name."""
     names = list(architectures())
     name = model.partition(":")[0]
     return COLOURS[names.index(name) % len(COLOURS)] if name in names else PEER
 
 
 def line(axis: "Axes", x: Sequence[float], y: Sequence[float], name: str, shown: str, marker: str) -> None:
-    """A line with its name, for `name_ends`."""
+    """Draw a line with its name, for `name_ends`."""
     dashes = (0, (4, 2)) if shown == PEER else "solid"
     axis.plot(x, y, color=shown, marker=marker, markersize=5, linewidth=1.8, linestyle=dashes, label=name)
 
 
 def lines_of_models(axis: "Axes", rows: Sequence[dict[str, Any]], x: str, y: str) -> None:
-    """One line per model of the rows."""
+    """Draw one line for each model of the rows."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     for name in names:
         own = sorted((row for row in rows if row["model"] == name), key=lambda row: row[x])
@@ -54,13 +54,13 @@ def lines_of_models(axis: "Axes", rows: Sequence[dict[str, Any]], x: str, y: str
 
 
 def title(model: str) -> str:
-    """A model's name as readers know it."""
+    """The name of a model for readers."""
     name, colon, engine = model.partition(":")
     return {"gpt2": "GPT-2", "llama": "Llama"}.get(name, name) + colon + engine
 
 
 def scale_x(axis: "Axes", values: Sequence[float], names: Sequence[str] | None = None) -> None:
-    """A logarithmic axis whose ticks are these values."""
+    """Make x logarithmic, with ticks at these values."""
     shown = sorted(set(values))
     axis.set_xscale("log", base=2)
     axis.set_xticks(shown, names or [f"{value:,}" for value in shown])
@@ -69,8 +69,8 @@ def scale_x(axis: "Axes", values: Sequence[float], names: Sequence[str] | None =
 
 
 def name_ends(axis: "Axes") -> None:
-    """Write the name of every line at its right end, names that would overlap moved apart."""
-    axis.figure.draw_without_rendering()  # only then are the limits known
+    """Write the name of every line at its right end, without overlaps."""
+    axis.figure.draw_without_rendering()  # the limits are known only after this
     to_panel = axis.transData + axis.transAxes.inverted()
     named = [drawn for drawn in axis.get_lines() if not str(drawn.get_label()).startswith("_")]
     ends = {drawn: (drawn.get_xdata()[-1], drawn.get_ydata()[-1]) for drawn in named}

@@ -1,4 +1,4 @@
-"""The results of a benchmark in files: its rows as JSON, with all they depend on, and their plot."""
+"""The results of a benchmark in files: rows as JSON, with machine, versions and arguments, and a plot."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -22,26 +22,26 @@ def parse(
 ) -> argparse.Namespace:
     """The arguments of a benchmark, with `--json`, `--plot` if it draws, and `--threads` and `--clock` on request.
 
-    Sets PyTorch's number of threads, to 1 for `--clock cpu`.
+    Sets PyTorch's number of threads; 1 for `--clock cpu`.
 
     Args:
         parser: the benchmark's own options.
-        argv: the command line.
+        argv: the command line arguments.
         draws: add `--plot`.
         threads: add `--threads`.
         clock: add `--threads` and `--clock`.
 
     Raises:
-        InputError: a file that could not be written at the end.
+        InputError: a file cannot be written.
     """
     parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
     if draws:
         parser.add_argument("--plot", metavar="FILE", help="file to draw the figures into, .png or .svg")
     threads = threads or clock
     if threads:
-        parser.add_argument("--threads", type=int, help="of every engine; one gives steadier figures on a busy machine")
+        parser.add_argument("--threads", type=int, help="number of threads; 1 gives steadier figures on a busy machine")
     if clock:
-        parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: one thread's computing time")
+        parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: CPU time of one thread")
     arguments = parser.parse_args(argv)
     for name in ("json", "plot"):
         if path := getattr(arguments, name, None):
@@ -59,7 +59,7 @@ def save(
     rows: Rows,
     draw: Callable[[Rows, argparse.Namespace], "Figure"] | None = None,
 ) -> None:
-    """Write the files that were asked for."""
+    """Write the files that `--json` and `--plot` name."""
     if arguments.json:
         save_json(arguments.json, {"name": name, "arguments": vars(arguments)}, {"rows": rows})
     if draw is not None and arguments.plot:
@@ -68,6 +68,6 @@ def save(
 
 
 def save_json(path: str | Path, asked: dict[str, Any], results: dict[str, Any]) -> None:
-    """Write what was asked, on which machine, and what came of it."""
+    """Write the arguments, the machine and the results."""
     depends_on = {**_machine.description(), "threads": torch.get_num_threads()}
     write_whole(path, to_json({**asked, **depends_on, **results}, indent=2, default=str) + "\n")

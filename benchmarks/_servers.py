@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that stream from them."""
+"""Servers in their own processes, and clients that stream from them."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 class Server:
     """A server on a port of this machine.
 
-    pid: of its process.
-    path: of the endpoint that continues a text.
+    pid: process id.
+    path: the path of the completions endpoint.
     fields: sent with every request.
     """
 
@@ -35,7 +35,7 @@ class Server:
     fields: Body
 
     def call(self, *bodies: Body) -> list["Reply"]:
-        """The answers to requests that are sent at once."""
+        """The answers to requests sent at the same time."""
 
         async def all_at_once() -> list[Reply]:
             return await asyncio.gather(*(self.send(body) for body in bodies))
@@ -43,9 +43,9 @@ class Server:
         return asyncio.run(all_at_once())
 
     async def send(self, body: Body, path: str | None = None, most_bytes: int | None = None) -> "Reply":
-        """The answer to one request; the client hangs up after so many bytes, if that is given."""
+        """The answer to one request. The client hangs up after `most_bytes` bytes, if given."""
         content = json.dumps(body if path else {**self.fields, **body}).encode()
-        # HTTP/1.0: the answer ends where the connection does, and a client that costs little leaves the server the CPU.
+        # HTTP/1.0: the answer ends with the connection. A cheap client leaves the CPU to the server.
         head = f"POST {path or self.path} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         begin = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -69,7 +69,7 @@ class Reply:
     """The answer to a request.
 
     received: status line, headers and body.
-    first_seconds, seconds: from the request to the first byte of the body, and to its end.
+    first_seconds, seconds: time from the request to the first byte of the body, and to its end.
     """
 
     received: bytes
@@ -78,7 +78,7 @@ class Reply:
 
     @property
     def body(self) -> str:
-        """What follows the headers.
+        """The text after the headers.
 
         Raises:
             RuntimeError: the request was refused.
@@ -90,7 +90,7 @@ class Reply:
 
     @property
     def events(self) -> list[Body]:
-        """Those of a stream."""
+        """The events of a stream."""
         lines = [line.removeprefix("data: ") for line in self.body.splitlines() if line.startswith("data: {")]
         events = [json.loads(line) for line in lines]
         if failed := [event for event in events if "error" in event]:
@@ -99,19 +99,19 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Of a stream."""
+        """The text of a stream."""
         return "".join(choice.get("text") or "" for event in self.events for choice in event["choices"])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated, as the end of a stream tells."""
+        """The number of generated tokens, from the last event of a stream."""
         counts = [event["usage"]["completion_tokens"] for event in self.events if event.get("usage")]
         return int(counts[-1])
 
 
 @contextlib.contextmanager
 def multilin(folder: Path, *flags: str) -> Iterator[Server]:
-    """`multilin serve` with the model of a folder, which ends with the block."""
+    """`multilin serve` with the model of a folder, until the block ends."""
     command = [sys.executable, "-m", "multilin", "serve", str(folder), "--port", "0", *flags]
     with _process(command, {}) as (process, printed):
         deadline = time.monotonic() + START_SECONDS
@@ -124,7 +124,7 @@ def multilin(folder: Path, *flags: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def transformers(folder: Path, *flags: str) -> Iterator[Server]:
-    """`transformers serve` with the model of a folder, which ends with the block."""
+    """`transformers serve` with the model of a folder, until the block ends."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = str(Path(sys.executable).with_name("transformers"))

@@ -1,4 +1,4 @@
-"""Timing several tasks in turns, so that whatever slows the machine slows all of them."""
+"""Timing of several tasks in turns, so that a slow phase of the machine slows all of them."""
 
 import statistics
 import time
@@ -22,14 +22,14 @@ def seconds_in_turns(
 def times_in_turns(
     tasks: Mapping[Key, Callable[[], object]], turns: int, clock: str, *, slow_turns: int | None = None
 ) -> dict[Key, list[float]]:
-    """Seconds of each task, turn after turn, after one turn that warms up.
+    """Seconds of each task in each turn, after one turn to warm up.
 
     Args:
         tasks: functions to time.
-        turns: how often each has its turn.
-        clock: "wall", or "cpu" for the time this thread computes, which other programs hardly disturb; it is honest
-            with one thread only.
-        slow_turns: turns of a task that takes more than a second; None is as many as of the others.
+        turns: number of turns.
+        clock: "wall", or "cpu" for the CPU time of this thread, which other programs hardly disturb; valid with one
+            thread only.
+        slow_turns: turns of a task that takes more than a second; None is the same as `turns`.
     """
     now = time.perf_counter if clock == "wall" else time.thread_time
 
@@ -47,7 +47,7 @@ def results_in_turns(
     warm_up: int = 1,
     is_done: Callable[[list[Result]], bool] = lambda results: False,
 ) -> dict[Key, list[Result]]:
-    """The results of each task, turn after turn, without those of the first `warm_up` turns."""
+    """The results of each task in each turn, without the first `warm_up` turns."""
     results: dict[Key, list[Result]] = {key: [] for key in tasks}
     for turn in range(warm_up + turns):
         for key, task in tasks.items():
@@ -60,13 +60,13 @@ def results_in_turns(
 
 
 def speeds(seconds: list[float], amount: float) -> dict[str, float]:
-    """Tokens per second of so many tokens: the median of all turns, the fastest, and the slowest."""
+    """Tokens per second for `amount` tokens: median, fastest and slowest turn."""
     median = amount / statistics.median(seconds)
     return {"tokens_per_second": median, "fastest": amount / min(seconds), "slowest": amount / max(seconds)}
 
 
 def seconds_of(task: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of a task, work on the accelerator included."""
+    """Seconds of a task, including its work on the accelerator."""
     synchronize()
     start = now()
     task()

@@ -1,14 +1,15 @@
-"""Speed of prefill and of generating one token after short and long sequences, and the size of the state.
+"""Speed of prefill and of generation after short and long sequences, and the size of the state.
 
-Ours keep a state of constant size, the peers keys and values of every token read; all have the same width, depth, heads
-and vocabulary and random weights. --engines chooses what runs them, as far as it can run a model: PyTorch, ONNX Runtime
-(ours as `multilin export` writes them, GPT-2 with a growing cache) and CTranslate2 (GPT-2 alone). Prefill is of one
-sequence, with the logits of its last token, in the pieces that an engine reads. Generating a token is one call of the
-engine and the argmax of the logits, for a batch of one or several sequences; tokens per second are those of the whole
-batch. Limits, in PyTorch and float32: the bare products with all weight matrices of a model, one vector for each
-sequence, and one product with a single matrix of as many numbers. All of the same batch size take turns in one process;
-a turn has as many tokens as go into --turn-seconds. Memory, in PyTorch alone, is the peak above that held before,
-during prefill and while a token is generated, state included.
+Our models keep a state of constant size, the peers the keys and values of every token. All have the same width, depth,
+heads and vocabulary, and random weights. --engines chooses the engines: PyTorch, ONNX Runtime (our models as `multilin
+export` writes them, GPT-2 with a growing cache) and CTranslate2 (GPT-2 only).
+
+Prefill reads one sequence, in the pieces of the engine, and returns the logits of its last token. Generation of a token
+is one call of the engine and the argmax of the logits, for a batch of one or more sequences; tokens per second count
+the whole batch. Limits, in PyTorch and float32: the bare products with all weight matrices of a model, one vector for
+each sequence; and one product with a single matrix of as many numbers. All tasks of one batch size take turns in one
+process; a turn generates the tokens that fit into --turn-seconds. Memory (PyTorch only) is the peak above the memory
+held before, state included.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def _measure(
 
 
 def _name(label: str) -> str:
-    """The model's name, without its engine."""
+    """The name of the model, without its engine."""
     return label.partition(":")[0]
 
 
@@ -96,13 +97,13 @@ def _decoder(model: PreTrainedModel, name: str, engine: str, folder: Path, argum
 
 
 def _readable(name: str, arguments: argparse.Namespace) -> list[int]:
-    """The positions at which a model is measured; the others are named."""
+    """The positions at which a model is measured; prints the others with the reason."""
     chosen = []
     for position in sorted(set(arguments.positions)):
         if name in BASELINES and position > arguments.longest_peer:
-            reason = "its prefill takes time in proportion to the square of the length (--longest-peer)"
+            reason = "its prefill takes time proportional to the square of the length (--longest-peer)"
         elif (needed := _weight_bytes(name, position, arguments)) > (available_memory(device()) or math.inf) / 4:
-            reason = f"its weights would take {needed / 1e9:,.0f} GB for that length, over a quarter of the memory left"
+            reason = f"its weights for this length take {needed / 1e9:,.0f} GB, more than a quarter of the free memory"
         else:
             chosen.append(position)
             continue
@@ -152,7 +153,7 @@ def _generate(
     batch_size: int,
     arguments: argparse.Namespace,
 ) -> list[Row]:
-    """The speed of each model after each length, for one size of the batch."""
+    """The speed of each model after each length, for one batch size."""
     head = f"{'generation':28}{'after':>8}{'batch':>8}{'state bytes':>15}{'tokens/s':>10}"
     print(f"{head}{'slowest - fastest':>20}{'memory MB':>14}")
     tasks: dict[tuple[str, int], Generate] = {}
@@ -197,16 +198,16 @@ def _print_row(row: Row, middle: str, memory: int | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
     parser.add_argument("--models", nargs="+", default=[*architectures(), "gpt2"], help="architectures and peers")
-    parser.add_argument("--engines", nargs="+", default=["torch"], choices=ENGINES, help="what runs the models")
-    parser.add_argument("--exports", metavar="FOLDER", help="keeps exported models, for further runs of the same code")
+    parser.add_argument("--engines", nargs="+", default=["torch"], choices=ENGINES, help="engines that run the models")
+    parser.add_argument("--exports", metavar="FOLDER", help="folder to keep exported models for later runs")
     add_sizes(parser, hidden_size=256, num_layers=6, num_heads=4, vocab_size=4096)
     parser.add_argument("--positions", type=int, nargs="+", default=[128, 1024, 8192, 65536], help="tokens read before")
     parser.add_argument(
-        "--n-positions", type=int, default=4096, help="longest text of training of models that read any length"
+        "--n-positions", type=int, default=4096, help="longest training text of models that read any length"
     )
     parser.add_argument("--longest-peer", type=int, default=8192, help="longest sequence of the peers, in tokens")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16], help="sequences generated side by side")
-    parser.add_argument("--tokens", type=int, default=50, help="tokens generated in one turn, at most")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16], help="sequences generated together")
+    parser.add_argument("--tokens", type=int, default=50, help="most tokens generated in one turn")
     parser.add_argument("--turn-seconds", type=float, default=0.3, help="length of a turn")
     parser.add_argument("--turns", type=int, default=9, help="turns of each in generation; the table shows medians")
     parser.add_argument("--prefill-turns", type=int, default=3, help="turns of each in prefill")

@@ -1,14 +1,14 @@
-"""Everything about GPUs in one call of at most 8 minutes: right first, then fast, as one JSON file.
+"""Ops and models on a GPU in one call of at most 8 minutes: correctness first, then speed, as one JSON file.
 
-limits    a large copy and large matrix products, which the shares below refer to.
-checks    every op's result and gradients against float64.
-poolings  prefix_softmax and windowed_attention beside the portable path, SDPA, flex_attention, GLA and retention (fla).
+limits    a large copy and large matrix products; the shares below refer to them.
+checks    results and gradients of every op against float64.
+poolings  ops that mix positions beside the portable path, SDPA, flex_attention and fla (GLA, retention, delta rule).
 matrices  products of pairs and of int8 as shares of the matrix peak, beside the portable path.
-decoding  milliseconds per token, bytes of state, memory that stays as it is.
+decoding  milliseconds per token, bytes of state, growth of memory.
 training  tokens per second and MFU of all architectures beside GPT-2 and Llama (SDPA, compiled), GLA and Mamba-2.
 
-Each part has its allowance of time; what fails, or is not reached, says so in the result, and the others go on. With
---dry nothing is timed: the same code runs the same kernels through Triton's interpreter on the CPU, at tiny shapes.
+Each part has a share of the time. The result names what failed or was not reached, and the other parts continue. With
+--dry nothing is timed: the same code runs the kernels at tiny shapes on the CPU, through Triton's interpreter.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks._gpu_timing import Clock, attempt, kernels_of_the_gpu
 from multilin.errors import InputError
 
 SHARES = {"limits": 0.05, "checks": 0.1, "poolings": 0.25, "matrices": 0.15, "decoding": 0.1, "training": 0.35}
-"""What each part may take of the whole time."""
+"""The share of the time of each part."""
 
 TINY: dict[str, Any] = {
     "shapes": [(1, 19, 2, 16)], "check_shape": (1, 19, 2, 4), "rows": 9, "hidden_size": 16, "matrix_size": 32,
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     arguments = _results.parse(_parser(), argv)
     if arguments.dry:
         if os.environ.get("TRITON_INTERPRET") != "1":
-            # Triton decides when it is imported, as other libraries have done by now: a new process begins with it.
+            # Triton reads this when it is imported, which has happened by now: start a new process.
             command = [sys.executable, "-m", "benchmarks", "gpu", *argv]
             return subprocess.call(command, env={**os.environ, "TRITON_INTERPRET": "1"})
         vars(arguments).update(TINY)
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in arguments.parts:
         print(f"-- {name}", flush=True)
         clock = Clock(SHARES[name] * arguments.minutes * 60, is_dry=arguments.dry)
-        # Models run as they do on the CPU: through the interpreter they would take minutes.
+        # In a dry run models use the CPU kernels: the interpreter would take minutes.
         is_op = name in ("checks", "poolings", "matrices")
         with kernels_of_the_gpu() if arguments.dry and is_op else nullcontext():
             result[name] = attempt(partial(parts[name], clock), "all" if name == "limits" else None)
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], arguments: argparse.Namespace) -> bool:
-    """What it comes to; True if every part ran, and nothing that was checked is wrong."""
+    """Print a summary; True if every part ran and every check passed."""
     checked = [figures for figures in result.get("checks", {}).values() if isinstance(figures, dict)]
     wrong = sum(not figures.get("passed", False) for figures in checked)
     print(f"\n{len(checked)} checks against float64, {wrong} of them failed")

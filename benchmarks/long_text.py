@@ -1,8 +1,8 @@
-"""Memory and speed of long texts: a training step over a whole one, and reading one in chunks from state to state.
+"""Memory and speed of long texts: a training step on a whole text, and reading a text in chunks.
 
-Every row is a process of its own, whose memory is shown over what it holds before the first token: the peak of a
-training step (forward, backward, AdamW; with --checkpoint the layers' activations are made again backward) must grow
-in proportion to the text, that of a stream must not grow at all. The peer reads the text at once, without gradients.
+Every row is its own process. Its memory is the peak above the memory held before the first token. The memory of a
+training step (forward, backward, AdamW; with --checkpoint gradient checkpointing) grows in proportion to the text. The
+memory of a stream must not grow. The peer reads the text at once, without gradients.
 """
 
 import argparse
@@ -35,13 +35,13 @@ def main(argv: list[str]) -> None:
 
 
 def _measure(task: str, length: int, arguments: argparse.Namespace) -> tuple[float, int]:
-    """Seconds, and bytes of the peak above what the process held before."""
+    """Seconds, and the peak memory in bytes above the memory held before."""
     keep_freed_memory()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     model = build_for(arguments.architecture, arguments, max(arguments.lengths))
-    # A short text first, so that what a process needs once is not counted.
+    # A short text first, so that one-time allocations are not counted.
     TASKS[task](model, torch.randint(arguments.vocab_size, (1, min(256, length))), arguments)
     ids, before = torch.randint(arguments.vocab_size, (1, length)), own_peak_bytes()
     started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""How close the ops come to what the machine allows, beside other ways to the same result.
+"""Times of the CPU ops beside the limits of the machine and other ways to the same result.
 
-The limit of the running softmax mean and of minGRU's recurrence is a copy of as many bytes as they move; that of
-windowed attention and of the gated delta rule is the bare products that they are made of. Peers are the portable path,
-cumulative sums (wrong after a large logit), PyTorch's attention to the whole past, and transformers' own delta rule.
-All ways of one shape take turns in one process; the table shows median milliseconds, and times the limit.
+The limit of the running softmax mean and of minGRU's recurrence is a copy of the bytes that they move. The limit of
+windowed attention and of the gated delta rule is their bare matrix products. Peers are the portable path, cumulative
+sums (wrong after a large logit), PyTorch's attention to the whole past, and transformers' delta rule. All ways of one
+shape take turns in one process. The table shows median milliseconds, and the factor over the limit.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from multilin.training.processes import accelerator_or_cpu as device
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 KINDS = ("forward", "backward")
-LONGEST_PEER = 8192  # tokens that attention to the whole past reads
+LONGEST_PEER = 8192  # most tokens for attention to the whole past
 
 Task = Callable[[], object]
 
 
 class Case(NamedTuple):
-    """An op at one shape: ways to its result, the tensors that gradients are taken of, and the limit of each kind."""
+    """An op at one shape: ways to its result, the inputs that need gradients, and the limit of each kind."""
 
     ways: dict[str, Callable[[], Tensor]]
     inputs: list[Tensor]
@@ -85,7 +85,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, needs_gradient: boo
 
 
 def _copy(like: Tensor, moved: int) -> Task:
-    """A copy that reads and writes as many bytes as so many tensors of this size."""
+    """A copy that reads and writes the bytes of `moved` tensors of this size."""
     size = moved * like.numel() // 2
     return partial(like.new_empty(size).copy_, like.new_ones(size))
 
@@ -144,7 +144,7 @@ def _windowed_attention(shape: tuple[int, ...], dtype: torch.dtype, window: int)
     }
     if length <= LONGEST_PEER:
         ways["whole past"] = whole_past
-    # Blocks of queries by the two blocks of keys, and of values, that a window of their size can reach.
+    # Each block of queries times the two blocks of keys, and of values, that its window reaches.
     block = min(window, length)
     number = batch * heads * max(length // block, 1)
     tokens = _random(number, block, width, dtype=dtype, needs_gradient=False)
@@ -171,7 +171,7 @@ def _delta_rule(shape: tuple[int, ...], dtype: torch.dtype, window: int) -> Case
     one_by_one = list(zip(chunks.split(rows), memories.split(rows), strict=True))
 
     def limit(overlaps: int, reads: int, of_memories: int, sequential: int) -> Task:
-        """Products of tokens with tokens, of pairs with tokens, of tokens with memories, at once and in turn."""
+        """Products of tokens with tokens, pairs with tokens, and tokens with memories: together, then in sequence."""
         together = [(chunks, chunks.mT)] * overlaps + [(pairs, chunks)] * reads + [(chunks, memories)] * of_memories
         return _products(*together, *one_by_one * sequential)
 

@@ -1,9 +1,9 @@
-"""Recall against the size of the state: the settings of Zoology (arXiv 2312.04927), figure 2, as far as a CPU goes.
+"""Recall against the size of the state, in the settings of figure 2 of Zoology (arXiv 2312.04927).
 
-Multi-query associative recall with a vocabulary of 8,192: 4 pairs in 64 tokens up to 64 pairs in 512. At every setting
-all models are compared by `multilin compare`, with the same learning rates, the best of which counts. Runs that are in
-the folder already are not trained again. Unlike Zoology's, queries stand anywhere with equal chance instead of mostly
-soon after the pairs, the asked value follows its key in the sequence, and training is shorter.
+Multi-query associative recall with a vocabulary of 8,192, from 4 pairs in 64 tokens to 64 pairs in 512. `multilin
+compare` compares all models in each setting with the same learning rates, of which the best counts. Finished runs in
+the folder are used again. Differences from Zoology: queries are spread evenly instead of mostly soon after the pairs,
+the value follows its key when the key is asked for, and training is shorter.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=float, default=4e6, help="training tokens of a run")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--models", nargs="+", default=list(builtin_sweep("mqar").rows))
-    parser.add_argument("--folder", default="runs/recall", help="where the runs go")
+    parser.add_argument("--folder", default="runs/recall", help="folder of the runs")
     arguments = _results.parse(parser, argv, draws=True)
     points = list(zip(arguments.pairs, arguments.lengths, strict=True))
     rows = [row for point in itertools.product(points, arguments.hidden_sizes) for row in _measure(*point, arguments)]
@@ -59,7 +59,7 @@ def sweep_of(pairs: int, length: int, hidden_size: int, arguments: argparse.Name
         only=arguments.models,
     )  # fmt: skip
     rows = dict(sweep.rows)
-    if "threelin" in rows:  # its embedding is drawn for an output of its own; a shared one has to be narrower
+    if "threelin" in rows:  # its initial embedding suits a separate output; a shared one must be narrower
         narrow = nested({"model.config.embedding_range": hidden_size**-0.5}, "rows.threelin")
         rows["threelin"] = merge(rows["threelin"], narrow)
     stages = [{"optimizer.learning_rate": arguments.rates}]
@@ -84,7 +84,7 @@ def _measure(point: tuple[int, int], hidden_size: int, arguments: argparse.Names
 
 
 def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
-    """Accuracy against bytes of state, one panel per setting."""
+    """Accuracy against bytes of state, one panel for each setting."""
     points = list(zip(arguments.pairs, arguments.lengths, strict=True))
     figure, panels = _plots.figure(-(-len(points) // 2), 2, height=3.2)
     for axis, (pairs, length) in zip(panels.flat, points, strict=False):
@@ -95,7 +95,7 @@ def draw(rows: _results.Rows, arguments: argparse.Namespace) -> "Figure":
         ]
         _plots.lines_of_models(axis, shown, "state_bytes", "percent")
         axis.set_xscale("log")
-        axis.set_ylim(-24, 103)  # below zero are names of models that are right in no case
+        axis.set_ylim(-24, 103)  # space below zero for the names of models with no right answer
         axis.set_title(f"{pairs} pairs in {length} tokens")
         axis.set_xlabel("bytes of state after a sequence")
         axis.set_ylabel("% right")

@@ -1,8 +1,8 @@
-"""What needs no training on a text: interpolated n-grams and compressors, in bits per byte, to read other figures by.
+"""References that need no training: interpolated n-grams and compressors, in bits per byte.
 
-Of the validation text the first, third, ... document count, as where a sweep says `final_half`. Compressors see it
-alone, and after the training text: gzip as much of it as fits its window, the last 32 kB, by a preset dictionary; xz
-all of it, as the bytes by which the compressed training text grows.
+The first, third, ... documents of the validation text are scored, as in a sweep with `final_half`. Compressors see this
+text alone, and after the training text. gzip gets the last 32 kB of the training text, its window, as a preset
+dictionary. For xz, the size is the number of bytes by which the compressed training text grows.
 """
 
 import argparse
@@ -23,8 +23,8 @@ GZIP_WINDOW = 2**15
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks references", description=__doc__)
-    parser.add_argument("--source", required=True, help="text to count, and to compress before")
-    parser.add_argument("--validation", required=True, help="text to score, of two documents or more")
+    parser.add_argument("--source", required=True, help="training text, for counting and compressing")
+    parser.add_argument("--validation", required=True, help="text to score, at least two documents")
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[2048, 4096], help="of n-grams")
     parser.add_argument("--orders", type=int, nargs="+", default=[3, 5], help="of n-grams")
     arguments = _results.parse(parser, argv)
@@ -64,7 +64,7 @@ def _content(source: str, step: int) -> bytes:
 
 
 def _xz(window: int) -> lzma.LZMACompressor:
-    """xz -9e with a window of at least so many bytes."""
+    """xz -9e with a window of at least `window` bytes."""
     size = max(2**16, min(1 << (window - 1).bit_length(), 1536 * 2**20))
     preset = 9 | lzma.PRESET_EXTREME
     return lzma.LZMACompressor(filters=[{"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": size}])

@@ -1,14 +1,21 @@
-"""Speed, waiting times and memory of `multilin serve`, a process of its own, with clients that stream from it.
+"""Speed, waiting times and memory of `multilin serve`, in its own process, with streaming clients.
 
-Ours have random weights and run in ONNX Runtime as `multilin export` writes them; every request streams a text of
---tokens tokens after a prompt of its own. Streams: tokens per second of all, from the first request to the end of the
-last answer, beside the engine alone in this process, which reads as many prompts and generates as many tokens in one
-batch, always the likeliest ones; they take turns. Texts: each of many streams, half of them greedy and half drawn with
-a seed, against the same request alone. First token: seconds until text comes, of requests one after the other, with no
-other stream and while half of the slots generate texts of various lengths. Sessions: many are kept, all on disk and the
-last ones in memory; seconds until one continues, the oldest and the newest in turn. Memory: bytes of the process after
-each tenth of many requests, a tenth of them given up by the client. Peer: `transformers serve` with GPT-2 of the same
-sizes, in turn with ours, without and with continuous batching. --tasks chooses among these.
+Our models have random weights and run in ONNX Runtime as `multilin export` writes them. Every request streams --tokens
+tokens after its own prompt. --tasks chooses the tasks.
+
+Task streams: tokens per second of all streams, from the first request to the last answer, in turns with the engine
+alone in this process, which reads and generates as many tokens greedily in one batch.
+
+Task texts: the texts of many streams, half greedy and half drawn with a seed, against the same requests alone.
+
+Task first-token: seconds to the first text of single requests, with no other stream, and with half of the slots busy.
+
+Task sessions: seconds until the oldest and the newest of many sessions continue. All are on disk, the last ones also in
+memory.
+
+Task memory: memory of the server after each tenth of many requests, a tenth of them cancelled by the client.
+
+Task peer: `transformers serve` with GPT-2 of the same sizes, with and without continuous batching, in turns with ours.
 """
 
 import argparse
@@ -40,7 +47,7 @@ from multilin.inference.engine import Engine
 from multilin.runs.load import Run
 
 SLOTS = 64
-CLIENTS = 32  # that fill sessions and memory
+CLIENTS = 32  # for the tasks sessions and memory
 Row = dict[str, Any]
 
 
@@ -62,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """Export the models, with a tokenizer of their vocabulary; the prompts, of so many tokens each."""
+    """Export the models with a tokenizer; return prompts of --prompt-tokens tokens."""
     documents = [document.text for document in itertools.islice(BUILT_IN["python-docs"](), arguments.documents)]
     tokenizer = train_tokenizer(documents, "bpe", arguments.vocab_size)
     ids = tokenizer("".join(documents), add_special_tokens=False)["input_ids"]
@@ -86,7 +93,7 @@ def _serve(folder: Path, *flags: str) -> AbstractContextManager[Server]:
 
 
 def _request(prompt: str, number: int, num_tokens: int) -> Body:
-    """One that is greedy if its number is even, else drawn with a seed."""
+    """A request: greedy if its number is even, else drawn with a seed."""
     settings = {"temperature": 0} if number % 2 == 0 else {"temperature": 1.0, "seed": number}
     return {"prompt": prompt, "max_tokens": num_tokens, **settings}
 
@@ -96,7 +103,7 @@ def _requests(prompts: list[str], count: int, num_tokens: int) -> list[Body]:
 
 
 def _streams(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> list[Row]:
-    """Tokens per second of so many streams, and of the engine alone."""
+    """Tokens per second of --streams streams, and of the engine alone."""
     engine = _engine(folder)
     tasks: dict[tuple[str, int], Callable[[], float]] = {}
     with _serve(folder) as server:
@@ -116,7 +123,7 @@ def _streams(folder: Path, prompts: list[str], arguments: argparse.Namespace) ->
 
 
 def _engine(folder: Path) -> Engine:
-    """As in the server."""
+    """The engine as in the server."""
     from multilin.inference.onnx_engine import OnnxEngine
 
     return OnnxEngine(folder, spins=False)
@@ -138,7 +145,7 @@ def _server_speed(server: Server, requests: list[Body]) -> float:
 
 
 def _texts(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> list[Row]:
-    """How many of many texts are those that the same request gets alone."""
+    """The number of texts that equal the text of the same request alone."""
     requests = _requests(prompts, max(arguments.streams), arguments.tokens)
     with _serve(folder) as server:
         together = [reply.text for reply in server.call(*requests)]
@@ -149,7 +156,7 @@ def _texts(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> l
 
 
 def _first_token(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> list[Row]:
-    """Seconds to the first token, unloaded and while half of the slots generate."""
+    """Seconds to the first token, unloaded and with half of the slots generating."""
     with _serve(folder) as server:
         server.call(_request(prompts[0], 0, 2))
         probes = _requests(prompts[SLOTS:], arguments.probes, 2)
@@ -166,18 +173,18 @@ def _first_token(folder: Path, prompts: list[str], arguments: argparse.Namespace
 
 
 async def _probe(server: Server, probes: list[Body], others: list[Body]) -> list[float]:
-    """Seconds to the first token of requests one after the other, while others are answered over and over."""
+    """Seconds to the first token of one request after another, while other requests repeat."""
     is_over = False
 
     async def repeat(body: Body) -> None:
         while not is_over:
-            (await server.send(body)).body  # noqa: B018 - raises where it was refused
+            (await server.send(body)).body  # noqa: B018 - raises if the request failed
 
     tasks = [asyncio.create_task(repeat(body)) for body in others]
     await asyncio.sleep(3 if others else 0)
     seconds = []
     for body in probes:
-        await asyncio.sleep(random.Random(len(seconds)).random() / 20)  # not in step with the server
+        await asyncio.sleep(random.Random(len(seconds)).random() / 20)  # out of step with the server
         seconds.append((await server.send(body)).first_seconds)
     is_over = True
     await asyncio.gather(*tasks)
@@ -207,7 +214,7 @@ def _sessions(folder: Path, prompts: list[str], arguments: argparse.Namespace) -
 
 
 def _memory_flags(folder: Path, arguments: argparse.Namespace) -> tuple[str, str]:
-    """Memory for about as many turns as were asked for."""
+    """The flag for memory of about --kept-turns turns."""
     engine = _engine(folder)
     tensors = engine.save(engine.new_state()).tensors.values()
     num_bytes = sum(tensor.nbytes for tensor in tensors) + 2000  # names in the state file, tokens and text
@@ -215,7 +222,7 @@ def _memory_flags(folder: Path, arguments: argparse.Namespace) -> tuple[str, str
 
 
 async def _fill_sessions(server: Server, prompts: list[str], count: int) -> list[str]:
-    """Sessions with a turn each, in the order in which they were kept."""
+    """Ids of sessions with one turn each, in the order in which they were kept."""
     ids: list[str] = []
     numbers = iter(range(count))
 
@@ -231,7 +238,7 @@ async def _fill_sessions(server: Server, prompts: list[str], count: int) -> list
 
 
 def _memory(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> list[Row]:
-    """Bytes of the server after each tenth of many requests."""
+    """Memory of the server in bytes after each tenth of the requests."""
     with _serve(folder, *_memory_flags(folder, arguments)) as server:
         held = []
         for _ in range(10):
@@ -241,7 +248,7 @@ def _memory(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> 
 
 
 async def _ask_many(server: Server, prompts: list[str], count: int) -> None:
-    """Requests of which every tenth client hangs up before the end."""
+    """Send requests; every tenth client hangs up before the end."""
     numbers = iter(range(count))
 
     async def client() -> None:
@@ -256,7 +263,7 @@ async def _ask_many(server: Server, prompts: list[str], count: int) -> None:
 
 
 def _peer(folder: Path, prompts: list[str], arguments: argparse.Namespace) -> list[Row]:
-    """Tokens per second of 16 streams, of ours and of GPT-2 in `transformers serve`."""
+    """Tokens per second of 16 streams, for our model and for GPT-2 in `transformers serve`."""
     count = 16
     requests = _requests(prompts, count, arguments.tokens)
     with ExitStack() as stack:
@@ -293,17 +300,17 @@ def _print(row: Row) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks serve", description=__doc__)
     parser.add_argument("--models", nargs="+", default=["additive", "elita"], help="architectures")
-    parser.add_argument("--tasks", nargs="+", default=list(_MEASURES), choices=_MEASURES, help="what is measured")
+    parser.add_argument("--tasks", nargs="+", default=list(_MEASURES), choices=_MEASURES, help="tasks to measure")
     add_sizes(parser, hidden_size=256, num_layers=6, num_heads=4, vocab_size=4096, n_positions=1024)
     parser.add_argument(
-        "--documents", type=int, default=300, help="of Python's documentation, for vocabulary and prompts"
+        "--documents", type=int, default=300, help="documents of python-docs, for vocabulary and prompts"
     )
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128, help="generated by each stream")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="at once")
-    parser.add_argument("--turns", type=int, default=3, help="of each in streams and peer; the table shows medians")
-    parser.add_argument("--probes", type=int, default=100, help="requests whose first token is timed")
-    parser.add_argument("--sessions", type=int, default=10_000, help="kept")
-    parser.add_argument("--requests", type=int, default=10_000, help="over which memory is watched")
-    parser.add_argument("--kept-turns", type=int, default=500, help="in memory, while sessions or memory are measured")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens generated by each stream")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="numbers of concurrent streams")
+    parser.add_argument("--turns", type=int, default=3, help="turns in streams and peer; the table shows medians")
+    parser.add_argument("--probes", type=int, default=100, help="timed requests in first-token")
+    parser.add_argument("--sessions", type=int, default=10_000, help="number of kept sessions")
+    parser.add_argument("--requests", type=int, default=10_000, help="number of requests in memory")
+    parser.add_argument("--kept-turns", type=int, default=500, help="turns kept in memory in sessions and memory")
     return parser

@@ -1,7 +1,7 @@
-"""How fast text becomes packed tokens, and how much memory that takes.
+"""Speed and memory of tokenising and packing a text.
 
-Every row is measured in a process of its own, whose peak memory is shown. The peers are transformers' own call, one
-document at a time, and tokenizers' call for many; the limit is reading the text, which all rows must do.
+Every row is measured in its own process and shows its peak memory. Peers: transformers' tokenizer, one document at a
+time, and tokenizers' call for batches. The limit is reading the text, which is part of every row.
 """
 
 import argparse
@@ -18,13 +18,12 @@ from multilin.data.corpora import Document, read_documents
 from multilin.data.packed_text import pack
 from multilin.data.tokenizers import load_tokenizer, train_tokenizer
 
-_BOOKS = Path(__file__).parents[2] / "shared" / "data" / "books" / "train"
-DEFAULT_SOURCE = str(_BOOKS) if _BOOKS.exists() else "python-source"
+DEFAULT_SOURCE = "books/train" if Path("books/train").exists() else "python-source"
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks tokenize", description=__doc__)
-    parser.add_argument("--source", default=DEFAULT_SOURCE, help="see `read_documents`; here %(default)s if not given")
+    parser.add_argument("--source", default=DEFAULT_SOURCE, help="as data.source of a recipe; default %(default)s")
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4096, 8192, 32000])
     arguments = _results.parse(parser, argv)
     source = arguments.source
@@ -51,7 +50,7 @@ def _measure(title: str, work: Callable[..., int], source: str, *arguments: obje
 
 
 def _timed(work: Callable[..., int], source: str, *arguments: object) -> tuple[float, int, int, int]:
-    """Seconds, bytes of text, tokens made, peak bytes of this process."""
+    """Seconds, bytes of text, number of tokens, peak memory of this process in bytes."""
     size = 0
 
     def documents() -> Iterator[Document]:

@@ -1,18 +1,17 @@
-"""Tokens per second of a training step: ours, GPT-2 and Llama of the same sizes, and a released package of the family.
+"""Tokens per second of a training step: our models, GPT-2 and Llama of the same sizes, and another package.
 
 A step is forward, loss, backward and fused AdamW on random tokens, without dropout, under autocast to bf16 (in float32
-where the processor has no bf16), the same number of tokens at every text length. The peers are transformers' GPT-2 and
-Llama with their own loss and `scaled_dot_product_attention`, and, where it is installed (`pip install --no-deps
-leap-transformer`), the two models of that package. All have the same width, depth and vocabulary; heads too where the
-model has a choice.
+on processors without bf16), with the same number of tokens at every text length. Peers are transformers' GPT-2 and
+Llama with their own loss and `scaled_dot_product_attention` and, if installed (`pip install --no-deps
+leap-transformer`), the two models of the package leap-transformer. All models have the same width, depth and
+vocabulary, and the same heads if they have this option.
 
-The limit is the machine's matrix product of 2048 x 2048 matrices in the same precision, timed between the steps. A
-model has two shares of it. "Of peak" counts products with weight matrices only, 6 floating-point operations per weight
-and token: attention over pairs of positions, recomputation and mixing over time count as time spent, not as work done.
-"All products" counts every matrix product of a forward pass with logits at every position, attention included, times
-three for a step. What is not counted: everything pointwise, norms, running means, and what backward makes again. Full
-attention counts with all pairs of positions, as its plain form computes them, though fused kernels skip the half above
-the diagonal; ours count as they are computed.
+The limit is the machine's product of 2048 x 2048 matrices in the same precision, timed between the steps. Each model
+shows two shares of it. "Of peak" counts products with weight matrices only, 6 floating-point operations for each weight
+and token; attention, recomputation and mixing over time count as time, not as work. "All products" counts every matrix
+product of a forward pass with logits at every position, attention included, times three. Full attention counts all
+pairs of positions, though fused kernels skip half of them. Pointwise work, norms, running means and recomputation in
+the backward pass do not count.
 """
 
 import argparse
@@ -56,14 +55,14 @@ class Trained:
 
     @property
     def weights(self) -> int:
-        """Numbers that multiply every token."""
+        """The number of weights that multiply every token."""
         return sum(matrix.numel() for matrix in multiplied(self.model))
 
     def flops(self) -> int:
-        """Floating-point operations of every matrix product of a forward pass."""
+        """Floating-point operations of all matrix products of a forward pass."""
         model, ids = self.model, self.ids
         if not isinstance(model, MultilinForCausalLM):
-            # Without memory for all pairs of positions. Kernels of ours need numbers.
+            # On meta tensors, without memory for all pairs of positions; our kernels need real numbers.
             model, ids = copy.deepcopy(model).to("meta"), ids.to("meta")
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return forward_flops(model, ids)
@@ -110,8 +109,8 @@ def _measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]
 def _flops(name: str, trained: Trained) -> int | None:
     try:
         return trained.flops()
-    except Exception as failure:  # models of other packages do as they like
-        print(f"{name}: its products cannot be counted ({type(failure).__name__}: {failure})")
+    except Exception as failure:  # models of other packages may raise anything
+        print(f"{name}: cannot count its products ({type(failure).__name__}: {failure})")
         return None
 
 
@@ -146,10 +145,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", default=names, help='NAME, or NAME:{"option": value}')
     add_sizes(parser, hidden_size=512, num_layers=8, num_heads=8, vocab_size=8192)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of a text")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, one text at least")
-    own = "bf16" if has_bf16("cpu") else "float32"  # bf16 that the processor emulates is slower than float32
-    parser.add_argument("--precision", default=own, choices=["float32", "bf16"], help=f"here {own} if not given")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each; the table shows medians")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step; at least one text")
+    own = "bf16" if has_bf16("cpu") else "float32"  # emulated bf16 is slower than float32
+    parser.add_argument("--precision", default=own, choices=["float32", "bf16"], help=f"default {own} on this machine")
+    parser.add_argument("--turns", type=int, default=5, help="timed steps of each model; the table shows medians")
     return parser
 
 

@@ -19,19 +19,23 @@ from pathlib import Path
 IMPORTED = ["multilin.analysis.compare.run", "multilin.analysis.explain.run", "multilin.export.folder",
             "multilin.inference.generate_run", "multilin.training.loop"]  # fmt: skip
 _MODEL = {"--model.hidden_size": "64", "--model.num_layers": "2"}
+_VOCABULARY = {"--tokenizer.vocab_size": "300"}
 _EVERY_STEP = {"--training.batch_size": "2", "--training.eval_max_tokens": "1000", "--schedule.warmup_steps": "1"}
 _STEPS = _EVERY_STEP | {"--training.max_steps": "4"}
 SMALLER: list[tuple[str, dict[str, str]]] = [
     # What the words after multilin match gets these flags; a flag that is given already gets this value.
-    (r"^(train|demo)(?!.*(--resume|--model.start|--minutes))", _MODEL | _STEPS),
-    (r"^train(?!.*(--resume|--model.start|--minutes|prepared/))", {"--tokenizer.vocab_size": "300"}),
+    (r"^(train|demo)(?!.*(hybrid|--resume|--model.start|--minutes))", _MODEL),
+    (r"^(train|demo)(?!.*(--resume|--minutes))", _STEPS),
+    (r"^train(?!.*(--resume|--model.start|--minutes|prepared/))", _VOCABULARY),
     (r"^(train|plan|compare|demo)(?!.*(--data|\.yaml| runs/|--resume|--task))", {"--data.source": "my-books/"}),
     (r"^train(?!.*--resume)", {"--overwrite": ""}),
-    (r"^train.*--model.start", _STEPS),
     (r"^(train|plan).*--minutes", {"--minutes": "0.2"}),
+    (r"^(train|plan) \w.*--minutes", _VOCABULARY),
     (r"^compare(?!.*--(seconds|flops))", {"--tokens": "1500"}),
     (r"^compare.*--seconds", {"--seconds": "1"}),
     (r"^compare", _MODEL | _EVERY_STEP | {"--seeds": "1"}),
+    (r"^compare(?!.*--task)", _VOCABULARY),
+    (r"^compare( --|$)", {"--only": "elita,gpt2"}),
     (r"^(generate|chat)", {"--max-new-tokens": "8"}),
     (r"^evaluate(?!.*--tasks)", {"--max-tokens": "500"}),
     (r"^evaluate.*--tasks", {"--task-limit": "2"}),
@@ -79,7 +83,9 @@ def _run(name: str, words: list[str]) -> None:
     launched = "multilin" in words and words[words.index("multilin") - 1] == "-m"
     if name == "multilin" or launched:
         first = words.index("multilin") + 1 if launched else 0
-        words = [*words[:first], *smaller(words[first:])]
+        launcher = re.sub(r"(--nproc.per.node|--num.processes)[ =]\d+", r"\1 2", shlex.join(words[:first]))
+        words = [*shlex.split(launcher), *smaller(words[first:])]
+        first = words.index("multilin") + 1 if launched else 0
         print("+ multilin", *words[first:], file=sys.stderr, flush=True)
     if name in ("torchrun", "accelerate"):
         module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[name]

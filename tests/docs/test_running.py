@@ -38,7 +38,6 @@ ELSEWHERE = {  # what a command begins with or holds, as a regular expression, t
     r"^(podman|docker|kubectl|helm|systemctl|nginx|caddy)\b": "needs a container or a service manager",
     r"^#!|sbatch|srun|scontrol": "needs Slurm",
     r"--nnodes [2-9]|--rdzv-endpoint": "needs several machines",
-    r"torchrun.*--shard fsdp": "tests/training runs it with several processes",
     r"^hf |^huggingface-cli|--upload": "sends to the hub",
     r"\bserve run\b": "needs a cluster of Ray; tests/serving/test_ray_app.py runs it",
     r"s3://|gs://": "needs an object store",
@@ -118,8 +117,11 @@ def write_texts(folder: Path) -> None:
         (folder / "my-books" / f"{number}.txt").write_text(text[:4000])
     (folder / "text.txt").write_text("\n\n".join(texts)[:40_000])
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in texts))
-    chat = [{"role": "user", "content": "Who wrote it?"}, {"role": "assistant", "content": "Dickens."}]
-    (folder / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    with (folder / "chats.jsonl").open("w") as file:
+        for number, text in enumerate(texts):
+            answer = {"role": "assistant", "content": text[:200]}
+            file.write(json.dumps({"messages": [{"role": "user", "content": f"Topic {number}?"}, answer]}) + "\n")
+    (folder / "chapter.txt").write_text(texts[0][:200])
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "sweep.yaml").write_text(SWEEP)
     (folder / "runtime").mkdir()
@@ -130,9 +132,17 @@ def write_texts(folder: Path) -> None:
 
 
 STAND_INS = {  # names in commands to what is copied there, the first that matches
-    "*chat*.jsonl": "chats.jsonl", "*.jsonl": "text.jsonl", "*.txt": "text.txt", "*sweep*.yaml": "sweep.yaml",
-    "*.yaml": "recipe.yaml", "tasks": "tasks", "runs/*": "run", "*/": "my-books", "books/*": "my-books",
-}  # fmt: skip
+    "*chat*.jsonl": "chats.jsonl",
+    "*.jsonl": "text.jsonl",
+    "chapter.txt": "chapter.txt",
+    "*.txt": "text.txt",
+    "*sweep*.yaml": "sweep.yaml",
+    "*.yaml": "recipe.yaml",
+    "tasks*": "tasks",
+    "runs/*": "run",
+    "books/*": "my-books",
+    "*/": "my-books",
+}
 
 
 def stand_ins(page: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")),
          *sorted((ROOT / "results").rglob("*.md"))]  # fmt: skip
 FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*")|(?<!\S)#.*""")  # after the quotes, in which # begins none
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")", "|&"}
 PREFIXES = {"do", "then", "else", "!", "time", "exec", "sudo", "srun", "{"}
 
@@ -71,11 +72,13 @@ def commands(script: str) -> Iterator[str]:
 
 def simple_commands(command: str) -> Iterator[list[str]]:
     """The words of each command that a line has between its pipes, `&&` and brackets, without assignments."""
+    command = re.sub(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?\n\2$", r"\3", command, flags=re.DOTALL | re.MULTILINE)
+    command = COMMENT.sub(r"\1", command)
     lexer = shlex.shlex(command.replace("\\\n", " ").replace("\n", " ; "), posix=True, punctuation_chars=True)
     lexer.commenters, lexer.whitespace_split = "", True
     words: list[str] = []
     skips = False
-    for word in [*_without_comments(lexer), ";"]:
+    for word in [*lexer, ";"]:
         if skips:  # a file that is read or written
             skips = False
         elif re.fullmatch(r"[<>&]*[<>][<>&]*", word):
@@ -85,14 +88,6 @@ def simple_commands(command: str) -> Iterator[list[str]]:
             words = []
         elif words or not (word in PREFIXES or re.match(r"\w+=", word)):
             words.append(word)
-
-
-def _without_comments(words: Iterator[str]) -> Iterator[str]:
-    is_comment = False
-    for word in words:
-        is_comment = (is_comment or word.startswith("#")) and word != ";"
-        if not is_comment:
-            yield word
 
 
 def multilin_call(words: list[str]) -> tuple[str, list[str]] | None:

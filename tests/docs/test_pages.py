@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from multilin.analysis.compare.sweep import Sweep, find_sweep
+from multilin.cli.arguments import flags
 from multilin.cli.compare import CompareArguments
 from multilin.cli.main import VERBS
 from multilin.cli.parser import parse
@@ -19,6 +20,7 @@ from multilin.settings import load_settings
 from multilin.training.recipe import Recipe, builtin_recipes, load_recipe
 from tests.docs.generator import generate
 from tests.docs.pages import (
+    FENCED,
     PAGES,
     ROOT,
     anchors,
@@ -82,6 +84,15 @@ def test_commands_name_what_exists(page: Path) -> None:
                 raise
 
 
+@on_every_page
+def test_commands_in_sentences_name_what_exists(page: Path) -> None:
+    for code in re.findall(r"`(multilin [a-z][^`\n]*)`", FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if call := multilin_call(code.split()):
+            known = {flag.text for flag in flags(VERBS[call[0]])}
+            given = [word.split("=")[0].replace("--no-", "--") for word in call[1] if word.startswith("--")]
+            assert all(any(f"{name}.".startswith(f"{flag}.") for flag in known) for name in given), code
+
+
 def called(language: str, text: str) -> Iterator[list[str]]:
     """The words of every command of a block: of a shell, or of a container in a manifest of Kubernetes."""
     if language == "bash":
@@ -119,6 +130,8 @@ def check(words: list[str]) -> None:
 
 def check_call(verb: str, words: list[str]) -> None:
     """The words after a verb of multilin: flags, the types of their values, and built-in recipes."""
+    if "--help" in words:
+        return
     first, *_, changes = [*parse(verb, VERBS[verb], words), {}]
     if isinstance(first, CompareArguments):
         rows = [row for row in first.rows if row in builtin_recipes() or not is_path(row) or (ROOT / row).exists()]

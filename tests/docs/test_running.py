@@ -47,7 +47,7 @@ ELSEWHERE = {  # what a command begins with or holds, as a regular expression, t
     r"\bserve run\b": "needs a cluster of Ray; tests/serving/test_ray_app.py runs it",
     r"s3://|gs://": "needs an object store",
     r"--tasks lambada|--tasks \w*hellaswag|pretrained=": "downloads a task of lm-eval; tests/analysis runs local ones",
-    r"gated_mean": "is saved into the package; tests/docs/test_own_layer.py runs it",
+    r"\w_mean\b": "is saved into the package; tests/docs/test_own_layer.py runs it",
 }
 UNTRIED = {  # the same for programs in Python: a line of theirs
     "docs/tutorial.md": "tests/docs/test_tutorial.py runs the notebook",

@@ -17,7 +17,7 @@ from multilin.inference.generate_run import text_codec
 from multilin.inference.torch_engine import TorchEngine
 from multilin.runs.load import Run
 from multilin.serving.api import requests
-from multilin.serving.api.requests import ChatRequest, CompletionRequest, ResponseRequest
+from multilin.serving.api.requests import ChatRequest, CompletionRequest
 from tests.serving.conftest import LONGEST, Server, Start
 from tests.serving.engines import Script
 
@@ -46,20 +46,11 @@ def test_openais_client(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == 12
     text = client.completions.create(model="tiny", prompt="abc", max_tokens=5, temperature=0).choices[0].text
     assert len(text) == 5
-    response = client.responses.create(model="tiny", input="hi", max_output_tokens=16)
-    again = client.responses.create(
-        model="tiny", input="and", previous_response_id=response.id, max_output_tokens=16, stream=True
-    )
-    done = [event for event in again if event.type == "response.incomplete"]
-    assert len(done[0].response.output_text) == 16
-    assert done[0].response.previous_response_id == response.id
     answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
     talk = [{"role": "user", "content": "hi"}, answer.choices[0].message, {"role": "user", "content": "and"}]
     client.chat.completions.create(model="tiny", messages=talk, max_tokens=3)
-    talk = [{"role": "user", "content": "hi"}, *response.output, {"role": "user", "content": "and"}]
-    client.responses.create(model="tiny", input=talk, max_output_tokens=16)
-    with pytest.raises(openai.BadRequestError, match="nonsense: unknown") as refusal:
-        client.responses.create(model="tiny", input=[{"role": "user", "content": "hi", "nonsense": 1}])
+    with pytest.raises(openai.BadRequestError, match="nonsense: unknown"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi", "nonsense": 1}])
     with pytest.raises(openai.BadRequestError, match="suffix") as refusal:
         client.completions.create(model="tiny", prompt="abc", suffix="x")
     assert refusal.value.param == "suffix"
@@ -246,16 +237,14 @@ def test_fields_that_ask_for_what_happens_anyway_are_taken(server: Server) -> No
     assert server.post("/v1/completions", prompt="a", **GREEDY, n=2, best_of=2, suffix="")["choices"][1]["text"]
     server.post("/v1/completions", prompt=None, **GREEDY)
     server.stream("/v1/completions", prompt="a", **GREEDY, stream_options={"include_usage": None})
-    server.post("/v1/responses", input="a", temperature=0, max_output_tokens=2, text={"format": {"type": "text"}})
     assert httpx.head(f"{server.url}/health").status_code == 200  # as uptime probes ask
 
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    "/v1/responses": {"input": "a", "max_output_tokens": 1},
 }
-MODELS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest}
+MODELS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -264,7 +253,6 @@ def test_a_field_is_passed_over_where_it_asks_for_what_happens_anyway(server: Se
     reference = {
         "/v1/completions": openai.types.completion_create_params.CompletionCreateParamsBase,
         "/v1/chat/completions": openai.types.chat.completion_create_params.CompletionCreateParamsBase,
-        "/v1/responses": openai.types.responses.response_create_params.ResponseCreateParamsBase,
     }[path]
     server.post(path, **dict.fromkeys(reference.__annotations__) | BODIES[path])
     server.post(path, **BODIES[path], user="u", safety_identifier="u", prompt_cache_key="k", stop=None, store=False)
@@ -332,17 +320,10 @@ def test_a_refusal_names_the_field(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 10**6])
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_completion_tokens"),
-        ("responses", {"input": "a"}, "max_output_tokens"),
-    ],
-)
-def test_a_refused_number_of_tokens_has_the_name_that_it_was_given_by(
-    server: Server, path: str, body: dict[str, Any], param: str, number: int
-) -> None:
-    error = server.call("POST", f"/v1/{path}", body | {param: number}, status=400)["error"]
+@pytest.mark.parametrize("param", ["max_tokens", "max_completion_tokens"])
+def test_a_refused_number_of_tokens_has_the_name_that_it_was_given_by(server: Server, param: str, number: int) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], param: number}
+    error = server.call("POST", "/v1/chat/completions", body, status=400)["error"]
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: {number} given")
 
@@ -378,7 +359,7 @@ def test_what_is_no_request_of_ours(server: Server, start: Start) -> None:
     strict = start(is_loopback=True)
     elsewhere = {"Host": "example.org"}
     assert strict.call("GET", "/v1/models", headers=elsewhere, status=400)["error"]["param"] == "host"
-    for path in ("/v1/sessions/../../etc/passwd", "/v1/sessions/%2e%2e%2fx/state", "/v1/responses/%00"):
+    for path in ("/v1/sessions/../../etc/passwd", "/v1/sessions/%2e%2e%2fx/state", "/v1/sessions/%00"):
         assert httpx.get(server.url + path).status_code in (404, 405)
 
 

@@ -125,10 +125,9 @@ VALUES = [
 ]  # fmt: skip
 FIELDS = [
     "prompt", "messages", "max_tokens", "n", "temperature", "top_p", "stop", "stream", "logit_bias", "seed", "echo",
-    "logprobs", "stream_options", "session", "model", "input", "previous_response_id", "turn", "turns", "tokens",
-    "store", "tools", "é", "",
+    "logprobs", "stream_options", "session", "model", "turn", "turns", "tokens", "store", "tools", "é", "",
 ]  # fmt: skip
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/sessions",
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/sessions",
          "/v1/sessions/x/fork", "/v1/sessions/session_aaaaaaaaaaaaaaaaaaaaaa/rewind", "/v1/nothing"]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multilin.inference.settings import GenerationSettings
-from multilin.serving.folder import new_id
 from multilin.serving.jobs import End, Event, Job, Piece
 from multilin.serving.metrics import Metrics
 from multilin.serving.scheduler import Scheduler
@@ -31,7 +30,7 @@ class Prompt:
 
     text: str
     token_ids: list[int]
-    before: Turn | None = None
+    before: Turn | None
     messages: list[dict[str, str]] | None = None
     has_start: bool = False
 
@@ -43,11 +42,11 @@ class Ask:
     kind: see `Turn`.
     settings: settings of the n sequences that continue each prompt.
     max_tokens: most new tokens of each sequence; None takes `default_tokens`, or fewer if the model has less room.
+    limit_name: the field that `max_tokens` came from, for messages.
     num_logprobs, prompt_logprobs: see `Job`.
     store: keep the turns.
     session: the session that the turn is added to.
     is_streamed: the client takes text as it comes.
-    limit_name: the field that `max_tokens` came from, for messages.
     """
 
     kind: str
@@ -56,12 +55,12 @@ class Ask:
     settings: list[GenerationSettings]
     max_tokens: int | None
     default_tokens: int
-    num_logprobs: int | None = None
-    prompt_logprobs: bool = False
-    store: bool = True
-    session: Session | None = None
-    is_streamed: bool = False
-    limit_name: str = "max_tokens"
+    limit_name: str
+    num_logprobs: int | None
+    prompt_logprobs: bool
+    store: bool
+    session: Session | None
+    is_streamed: bool
 
 
 @dataclass
@@ -99,7 +98,6 @@ class Generation:
         self.parents: list[Turn | None] = []  # of each prompt, the turn that it goes on from
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
-        self.turn_ids = [new_id("turn") for _ in self.results]
         self.changed, self._next_time = asyncio.Event(), 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.is_abandoned = self.is_finished = False

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from multilin.errors import InputError, plural, shown
 from multilin.inference.engine import Engine
@@ -26,7 +25,6 @@ from multilin.serving.sessions import Session, SessionStore
 from multilin.serving.settings import ServeLimits, num_bytes
 from multilin.serving.turns import Turn, TurnStore
 
-Answer = Callable[[Generation], dict[str, Any]]
 log = logging.getLogger("multilin.serve")
 
 
@@ -99,12 +97,8 @@ class Service:
                 raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
             self.busy[session_id] = generation
 
-    async def begin(self, ask: Ask, answer: Answer | None = None) -> Generation:
+    async def begin(self, ask: Ask) -> Generation:
         """Check a request and queue it.
-
-        Args:
-            ask: the request.
-            answer: called when a sequence has ended; returns the answer to keep with the turn.
 
         Raises:
             ApiError: a session that another request continues or changes, a full queue, or a server that ends.
@@ -112,10 +106,8 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         session_id = "" if ask.session is None else ask.session.id
-        generation = Generation(
-            ask, self.scheduler, self.metrics, functools.partial(self._keep, answer),
-            functools.partial(self.busy.pop, session_id, None),
-        )  # fmt: skip
+        on_close = functools.partial(self.busy.pop, session_id, None)
+        generation = Generation(ask, self.scheduler, self.metrics, self._keep, on_close)
         if session_id:
             self._claim(session_id, generation)
         try:
@@ -203,11 +195,11 @@ class Service:
         self.turns.add(turn, pack_state(state, self.owner))
         return turn
 
-    def _keep(self, answer: Answer | None, generation: Generation, index: int, end: End) -> None:
+    def _keep(self, generation: Generation, index: int, end: End) -> None:
         """Keep the turn at the end of a sequence, and add it to the session.
 
         Raises:
-            ApiError: the disk cannot take what the client would go on from, a session or a response.
+            ApiError: the disk cannot take the turn of a session, which the client would go on from.
         """
         if not generation.ask.store:
             return
@@ -221,9 +213,8 @@ class Service:
         if prompt.messages is not None:
             messages = [*prompt.messages, {"role": "assistant", "content": result.text}]
         turn = Turn(
-            generation.turn_ids[index], ask.owner, before.id if before else None, ask.kind, prompt.text, result.text,
+            new_id("turn"), ask.owner, before.id if before else None, ask.kind, prompt.text, result.text,
             messages, token_ids, num_unknown + len(token_ids) - end.num_unread, num_unknown,
-            answer=None if answer is None else answer(generation),
         )  # fmt: skip
         try:
             self.turns.add(turn, pack_state(contents, self.owner))
@@ -232,7 +223,7 @@ class Service:
                 self.sessions.save(session)
         except OSError as error:  # a full disk for example: the text is worth more than its turn
             log.warning("a turn cannot be kept: %s", error)
-            if session is not None or ask.kind == "response":  # the client goes on from what is kept
+            if session is not None:
                 raise ApiError(507, "store: the answer cannot be kept; the server's log says why", "store") from None
             return
         result.turn = turn.id

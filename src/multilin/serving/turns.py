@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from multilin.errors import InputError
 from multilin.serving.folder import Folder, is_id
@@ -29,14 +29,13 @@ class Turn:
     id: see `new_id`.
     owner: the user it belongs to, 16 hexadecimal digits.
     parent: id of the turn that was continued, or None.
-    kind: "completion", "chat", "response" or "import".
+    kind: "completion", "chat" or "import".
     prompt, text: the prompt and the answer.
     messages: all messages of the conversation, this answer included; None if there are none, or they are not known.
     token_ids: tokens of the whole text from its beginning, without the first `num_unknown`.
     num_read: tokens that the turn's state has read, unknown ones included; later tokens are still to be read.
     num_unknown: tokens at the beginning of the text that are not known, as in an imported state.
     created: seconds since 1970.
-    answer: the answer as it was sent, if it can be asked for again.
     """
 
     id: str
@@ -50,7 +49,6 @@ class Turn:
     num_read: int
     num_unknown: int = 0
     created: float = field(default_factory=time.time)
-    answer: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -274,8 +272,10 @@ class TurnStore:
 
 def _parse(entry: Entry, content: bytes) -> Turn:
     try:
-        return Turn(**json.loads(content))
-    except (ValueError, TypeError) as error:
+        values = json.loads(content)
+        values.pop("answer", None)  # which earlier versions wrote
+        return Turn(**values)
+    except (ValueError, TypeError, AttributeError) as error:
         log.warning("%s.json is damaged: %s", entry.name, error)
         raise InputError(f"turn: the files of {entry.id} are damaged") from None
 

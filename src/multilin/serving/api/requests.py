@@ -19,14 +19,11 @@ Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 MOST_STOPS = 8
 # Values that ask for what happens anyway, of fields that a body does not have; members of objects may be left out.
 IDLE: dict[str, list[Any]] = {
-    "annotations": [[]], "background": [False], "best_of": [1], "context_management": [[]],
-    "function_call": ["auto", "none"], "functions": [[]], "include": [[]], "include_obfuscation": [False],
-    "logprobs": [[]], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
-    "prompt_cache_retention": ["in_memory"], "reasoning": [{"effort": "none"}], "reasoning_effort": ["none"],
-    "response_format": [{"type": "text"}], "service_tier": ["auto", "default"],
-    "stream_options": [{"include_obfuscation": False}], "suffix": [""],
-    "text": [{"format": {"type": "text"}, "verbosity": "medium"}], "tool_calls": [[]], "tool_choice": ["auto", "none"],
-    "tools": [[]], "top_logprobs": [0], "truncation": ["disabled"], "verbosity": ["medium"],
+    "annotations": [[]], "best_of": [1], "function_call": ["auto", "none"], "functions": [[]],
+    "include_obfuscation": [False], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
+    "prompt_cache_retention": ["in_memory"], "reasoning_effort": ["none"], "response_format": [{"type": "text"}],
+    "service_tier": ["auto", "default"], "suffix": [""], "tool_calls": [[]], "tool_choice": ["auto", "none"],
+    "tools": [[]], "top_logprobs": [0], "verbosity": ["medium"],
 }  # fmt: skip
 
 
@@ -63,10 +60,13 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Sampling(Body):
-    """How tokens are chosen, for all requests that generate."""
+class TextRequest(Body):
+    """The fields that all requests for text have."""
 
     model: Name | None = None
+    max_tokens: Number | None = None
+    n: Annotated[int, Ge(1), Le(128)] | None = None
+    session: Id | None = None
     temperature: Annotated[float, Ge(0), Le(1000)] | None = None
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(0), Le(2**20)] | None = None
@@ -79,6 +79,7 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], MaxLen(MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     store: bool | None = None
     user: Name | None = None  # this and the next two have no effect
     safety_identifier: Name | None = None
@@ -99,19 +100,10 @@ class Sampling(Body):
         return load_settings(GenerationSettings, values)
 
 
-class Choices(Sampling):
-    """A request for one answer or several."""
-
-    n: Annotated[int, Ge(1), Le(128)] | None = None
-    stream_options: StreamOptions | None = None
-    session: Id | None = None
-
-
-class CompletionRequest(Choices):
+class CompletionRequest(TextRequest):
     """POST /v1/completions."""
 
     prompt: Text | list[Text] | TokenIds | list[TokenIds] = ""
-    max_tokens: Number | None = None
     echo: bool | None = None
     logprobs: NumTop | None = None
 
@@ -119,19 +111,16 @@ class CompletionRequest(Choices):
 class TextPart(Body):
     """A part of a message's content."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text"]
     text: Text
 
 
 class Message(Body):
     """A message of a conversation."""
 
-    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], MaxLen(1000)]
     name: Name | None = None  # of who speaks, for chat templates that write it
-    id: Id | None = None  # these two of an answer that is sent back
-    status: Name | None = None
 
     def plain(self) -> dict[str, str]:
         """The message in the form of chat templates."""
@@ -140,24 +129,13 @@ class Message(Body):
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
-class ChatRequest(Choices):
+class ChatRequest(TextRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], MinLen(1), MaxLen(10_000)]
-    max_tokens: Number | None = None
     max_completion_tokens: Number | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
-
-
-class ResponseRequest(Sampling):
-    """POST /v1/responses."""
-
-    input: Text | Annotated[list[Message], MinLen(1), MaxLen(10_000)]
-    instructions: Text | None = None
-    previous_response_id: Id | None = None
-    max_output_tokens: Number | None = None
-    metadata: Annotated[dict[Name, Name], MaxLen(16)] | None = None
 
 
 class TokenizeRequest(Body):

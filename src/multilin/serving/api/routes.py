@@ -6,14 +6,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from multilin.serving.api.answers import ChatForm, CompletionForm, ResponseForm
+from multilin.serving.api.answers import ChatForm, CompletionForm
 from multilin.serving.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Message,
-    ResponseRequest,
-    Sampling,
+    TextRequest,
     TokenizeRequest,
 )
 from multilin.serving.api.streams import Answer, JsonResponse
@@ -47,7 +45,7 @@ Owner = Annotated[str, Depends(get_owner)]
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, service: Served, owner: Owner) -> Response:
     """Continue text."""
-    check_model(service, body.model)
+    _check_model(service, body.model)
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * (body.n or 1) > 1:
@@ -55,7 +53,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
-        body, owner, "completion", prompts, session, num_choices=body.n or 1,
+        body, "completion", owner, prompts, session, COMPLETION_TOKENS,
         num_logprobs=body.logprobs, prompt_logprobs=bool(body.echo) and body.logprobs is not None,
     )  # fmt: skip
     answered = [prompt for prompt in prompts for _ in ask.settings]
@@ -91,7 +89,7 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
     """Answer messages."""
-    check_model(service, body.model)
+    _check_model(service, body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: given without logprobs; set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -101,51 +99,15 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
     messages = [message.plain() for message in body.messages]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
-    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ask = _ask(body, owner, "chat", [prompt], session, service.layout.stops, body.n or 1, num_logprobs)
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    if getattr(body, limit_name) == 0:
+        raise ApiError(400, f"{limit_name}: 0 given, but it should be at least 1", limit_name)
+    ask = _ask(
+        body, "chat", owner, [prompt], session, CHAT_TOKENS, limit_name=limit_name,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None, stops=service.layout.stops,
+    )  # fmt: skip
     form = ChatForm(service, include_usage=_include_usage(body), has_logprobs=bool(body.logprobs))
     return Answer(await service.begin(ask), form)
-
-
-@router.post("/v1/responses")
-async def responses(body: ResponseRequest, service: Served, owner: Owner) -> Response:
-    """Answer messages, and keep the state to go on from."""
-    check_model(service, body.model)
-    before = None
-    if body.previous_response_id is not None:
-        wanted = body.previous_response_id
-        before = await asyncio.to_thread(find_turn, service, owner, wanted, "previous_response_id")
-    given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += [message.plain() for message in given]
-    prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
-    form = ResponseForm(
-        service,
-        {
-            "instructions": body.instructions, "previous_response_id": body.previous_response_id,
-            "metadata": body.metadata or {}, "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": body.top_p or 1.0, "max_output_tokens": body.max_output_tokens,
-            "store": body.store is not False,
-        },
-    )  # fmt: skip
-    ask = _ask(body, owner, "response", [prompt], None, service.layout.stops)
-    generation = await service.begin(ask, form.whole)
-    form.id = generation.turn_ids[0]
-    return Answer(generation, form)
-
-
-@router.get("/v1/responses/{response_id}")
-def get_response(response_id: str, service: Served, owner: Owner) -> Response:
-    """A response that was stored."""
-    return JsonResponse(_find_response(service, owner, response_id).answer)
-
-
-@router.delete("/v1/responses/{response_id}")
-def delete_response(response_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a response and its state."""
-    turn = _find_response(service, owner, response_id)
-    service.turns.remove(owner, turn.id)
-    return JsonResponse({"id": turn.id, "object": "response", "deleted": True})
 
 
 @router.get("/v1/models")
@@ -157,14 +119,14 @@ async def models(service: Served) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Served) -> Response:
     """The model by its name."""
-    check_model(service, name)
+    _check_model(service, name)
     return JsonResponse(_model(service))
 
 
 @router.post("/tokenize")
 def tokenize(body: TokenizeRequest, service: Served) -> Response:
     """The tokens of a text, without the token that begins a text."""
-    check_model(service, body.model)
+    _check_model(service, body.model)
     tokens = service.codec.encode(body.prompt)
     return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.longest_text})
 
@@ -172,7 +134,7 @@ def tokenize(body: TokenizeRequest, service: Served) -> Response:
 @router.post("/detokenize")
 def detokenize(body: DetokenizeRequest, service: Served) -> Response:
     """The text of tokens."""
-    check_model(service, body.model)
+    _check_model(service, body.model)
     return JsonResponse({"prompt": service.text(body.tokens, "tokens")})
 
 
@@ -189,18 +151,10 @@ async def metrics(service: Served) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def check_model(service: Service, name: str | None) -> None:
+def _check_model(service: Service, name: str | None) -> None:
     """Refuse a request for another model than the one that is served."""
     if name is not None and name != service.name:
         raise ApiError(404, f"model: {name!r:.80} given, but this server has {service.name!r}", "model", NOT_FOUND)
-
-
-def find_turn(service: Service, owner: str, turn_id: str, param: str) -> Turn:
-    """A turn of this owner."""
-    turn = service.turns.peek(owner, turn_id)
-    if turn is None:
-        raise ApiError(404, f"{param}: there is no turn {turn_id!r:.60}", param, NOT_FOUND)
-    return turn
 
 
 def find_session(service: Service, owner: str, session_id: str) -> Session:
@@ -230,14 +184,7 @@ def _model(service: Service) -> Json:
             "max_model_len": longest}  # fmt: skip
 
 
-def _find_response(service: Service, owner: str, response_id: str) -> Turn:
-    turn = find_turn(service, owner, response_id, "response_id")
-    if turn.answer is None:
-        raise ApiError(404, f"response_id: there is no response {response_id!r:.60}", "response_id", NOT_FOUND)
-    return turn
-
-
-def _include_usage(body: Any) -> bool:
+def _include_usage(body: TextRequest) -> bool:
     options = body.stream_options
     if options is not None and options.include_usage is not False and not body.stream:
         raise ApiError(400, "stream_options: given without stream; leave it out", "stream_options")
@@ -245,17 +192,15 @@ def _include_usage(body: Any) -> bool:
 
 
 def _ask(
-    body: Sampling, owner: str, kind: str, prompts: list[Prompt], session: Session | None,
-    stops: tuple[str, ...] = (), num_choices: int = 1, num_logprobs: int | None = None, prompt_logprobs: bool = False,
+    body: TextRequest, kind: str, owner: str, prompts: list[Prompt], session: Session | None, default_tokens: int, *,
+    limit_name: str = "max_tokens", num_logprobs: int | None, prompt_logprobs: bool = False,
+    stops: tuple[str, ...] = (),
 ) -> Ask:  # fmt: skip
     if session is not None and body.store is False:
         raise ApiError(400, "store: false given together with session, which keeps the turn", "store")
-    names = ("max_output_tokens", "max_completion_tokens")
-    limit_name = next((name for name in names if getattr(body, name, None) is not None), "max_tokens")
-    max_tokens = getattr(body, limit_name, None)
-    if max_tokens == 0 and kind != "completion":
-        raise ApiError(400, f"{limit_name}: 0 given, but it should be at least 1", limit_name)
-    settings = [body.settings(stops, index) for index in range(num_choices)]
-    default = COMPLETION_TOKENS if kind == "completion" else CHAT_TOKENS
-    return Ask(kind, owner, prompts, settings, max_tokens, default, num_logprobs, prompt_logprobs,
-               body.store is not False, session, bool(body.stream), limit_name)  # fmt: skip
+    settings = [body.settings(stops, index) for index in range(body.n or 1)]
+    return Ask(
+        kind, owner, prompts, settings, getattr(body, limit_name), default_tokens, limit_name,
+        num_logprobs=num_logprobs, prompt_logprobs=prompt_logprobs, store=body.store is not False, session=session,
+        is_streamed=bool(body.stream),
+    )  # fmt: skip

@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from multilin.errors import InputError
 from multilin.serving.api.requests import RewindRequest, SessionRequest
-from multilin.serving.api.routes import Owner, Served, find_session, find_turn
+from multilin.serving.api.routes import Owner, Served, find_session
 from multilin.serving.api.streams import JsonResponse
 from multilin.serving.errors import NOT_FOUND, ApiError, from_validation
 from multilin.serving.service import Service
 from multilin.serving.sessions import Session
+from multilin.serving.turns import Turn
 
 router = APIRouter()
 STATE = "application/octet-stream"
@@ -89,7 +90,7 @@ def get_reading(
 ) -> Response:  # fmt: skip
     """The weights with which each token of the text up to a session's last turn, or another one, reads those before."""
     wanted = _check_turn(find_session(service, owner, session_id), turn)
-    return JsonResponse(request.app.state.readings.get(find_turn(service, owner, wanted, "turn"), step))
+    return JsonResponse(request.app.state.readings.get(_find_turn(service, owner, wanted), step))
 
 
 @router.post("/v1/sessions/{session_id}/stop")
@@ -104,18 +105,14 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and those of its turns that no other session has and that are no stored responses."""
+    """Delete a session, and those of its turns that no other session has."""
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)
     with service.sessions.sharing:
         others = {turn for other in service.sessions.all(owner) for turn in other.turns}
         for turn_id in set(session.turns) - others:
-            turn = None
-            with contextlib.suppress(InputError):  # damaged
-                turn = service.turns.peek(owner, turn_id)
-            if turn is None or turn.answer is None:
-                service.turns.remove(owner, turn_id)
+            service.turns.remove(owner, turn_id)
     return JsonResponse({"id": session_id, "object": "session", "deleted": True})
 
 
@@ -129,12 +126,20 @@ def _check_turn(session: Session, turn: str | None) -> str:
     return wanted
 
 
+def _find_turn(service: Service, owner: str, turn_id: str) -> Turn:
+    """A turn of this owner."""
+    turn = service.turns.peek(owner, turn_id)
+    if turn is None:
+        raise ApiError(404, f"turn: there is no turn {turn_id!r:.60}", "turn", NOT_FOUND)
+    return turn
+
+
 def _created(service: Service, owner: str, turn: str | None) -> Response:
     if turn is None:
         session = service.sessions.create(owner, [])
     else:
         with service.sessions.sharing:
-            session = service.sessions.create(owner, [find_turn(service, owner, turn, "turn").id])
+            session = service.sessions.create(owner, [_find_turn(service, owner, turn).id])
     return JsonResponse(_details(service, session))
 
 

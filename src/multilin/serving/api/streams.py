@@ -96,6 +96,5 @@ class Answer(Response):
 
 
 def _events(values: Iterable[dict[str, Any]]) -> bytes:
-    """Server-sent events, named by the field `type` if there is one."""
-    names = ((value, f"event: {value['type']}\n" if "type" in value else "") for value in values)
-    return b"".join(name.encode() + b"data: " + to_json(value) + b"\n\n" for value, name in names)
+    """Server-sent events."""
+    return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)

@@ -25,12 +25,13 @@ _STEPS = _EVERY_STEP | {"--training.max_steps": "4"}
 SMALLER: list[tuple[str, dict[str, str]]] = [
     # What the words after multilin match gets these flags; a flag that is given already gets this value.
     (r"^(train|demo)(?!.*(hybrid|--resume|--model.start|--minutes))", _MODEL),
-    (r"^(train|demo)(?!.*(--resume|--minutes))", _STEPS),
+    (r"^(train|demo)(?!.*(--resume|minutes))", _STEPS),
     (r"^train(?!.*(--resume|--model.start|--minutes|prepared/))", _VOCABULARY),
     (r"^(train|plan|compare|demo)(?!.*(--data|\.yaml| runs/|--resume|--task))", {"--data.source": "my-books/"}),
     (r"^train(?!.*--resume)", {"--overwrite": ""}),
     (r"^(train|plan).*--minutes", {"--minutes": "0.2"}),
     (r"^(train|plan) \w.*--minutes", _VOCABULARY),
+    (r"^train.*--training.minutes", _EVERY_STEP | {"--training.minutes": "0.2"}),
     (r"^compare(?!.*--(seconds|flops))", {"--tokens": "1500"}),
     (r"^compare.*--seconds", {"--seconds": "1"}),
     (r"^compare", _MODEL | _EVERY_STEP | {"--seeds": "1"}),

@@ -160,7 +160,7 @@ def stand_ins(page: Path) -> dict[str, str]:
         for name in re.split(r"[=,{}: \"']+", " ".join(read)):
             source = next((source for pattern, source in STAND_INS.items() if fnmatch(name, pattern)), None)
             is_made = not made.isdisjoint(map(str, [Path(name), *Path(name).parents]))
-            if source and not is_made and not name.startswith(("-", "/")):
+            if source and not is_made and not name.startswith(("-", "/", "$")):
                 found.setdefault(name.rstrip("/"), source)
         made |= {str(Path(word)) for before, word in itertools.pairwise(words) if before in WRITTEN}
     return found

@@ -32,6 +32,7 @@ SMALLER: list[tuple[str, dict[str, str]]] = [
     (r"^(train|plan).*--minutes", {"--minutes": "0.2"}),
     (r"^(train|plan) \w.*--minutes", _VOCABULARY),
     (r"^train.*--training.minutes", _EVERY_STEP | {"--training.minutes": "0.2"}),
+    (r"--training.compile", {"--training.compile": "false"}),
     (r"^compare(?!.*--(seconds|flops))", {"--tokens": "1500"}),
     (r"^compare.*--seconds", {"--seconds": "1"}),
     (r"^compare", _MODEL | _EVERY_STEP | {"--seeds": "1"}),

@@ -206,13 +206,14 @@ def script(page: Path, port: int) -> str:
 
 
 def run(command: str, port: int) -> list[str]:
-    """The lines that run a command, with a line of text on stdin; a server is waited for."""
+    """The lines that run a command, with a line of text on stdin where it may read one; a server is waited for."""
     shown = ["cat >&2 <<'SHOWN'", f"$ {command}", "SHOWN"]
     for pattern, words in SERVERS.items():
         if re.search(pattern, command):
             wait = f"until (: < /dev/tcp/127.0.0.1/{port}) 2> /dev/null; do kill -0 $server; sleep 0.2; done"
             return ["stop", *shown, f"{command.split('  #')[0]} {words.format(port=port)} &", "server=$!", wait]
-    return [*shown, "{", command, "} <<< 'It was'", 'echo "  ($SECONDS s)" >&2']
+    stdin = "<<< 'It was'" if re.search(r"multilin (generate|chat)", command) else "< /dev/null"
+    return [*shown, "{", command, f"}} {stdin}", 'echo "  ($SECONDS s)" >&2']
 
 
 def free_port() -> int:

@@ -121,9 +121,9 @@ def write_texts(folder: Path) -> None:
     texts = [text for _, text in sorted(pydoc_data.topics.topics.items())[:24]]
     (folder / "my-books").mkdir()
     for number, text in enumerate(texts):
-        (folder / "my-books" / f"{number}.txt").write_text(text[:4000])
+        (folder / "my-books" / f"{number}.txt").write_text(text[:1500])
     (folder / "text.txt").write_text("\n\n".join(texts)[:40_000])
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in texts))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text[:1500]}) + "\n" for text in texts))
     with (folder / "chats.jsonl").open("w") as file:
         for number, text in enumerate(texts):
             answer = {"role": "assistant", "content": text[:200]}

@@ -1,7 +1,7 @@
-"""An extension of griffe, which reads the code for the API pages: what a class says of its attributes becomes a list.
+"""An extension of griffe, which reads the code for the API pages: it makes a list of the attributes of a class.
 
-Docstrings have a paragraph for that, whose lines are `name: meaning` or `name, other: meaning`, further ones indented.
-Fields of settings have comments.
+Our docstrings have a paragraph of lines `name: meaning` or `name, other: meaning`, with further lines indented. Fields
+of settings have comments. griffe knows neither form.
 """
 
 import re
@@ -13,7 +13,7 @@ _ENTRY = re.compile(r"\w+(, \w+)*: \S")
 
 
 class Attributes(Extension):
-    """Puts both in the form that griffe knows."""
+    """Writes both in the form that griffe knows."""
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
         """Called by griffe for every class."""

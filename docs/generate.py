@@ -1,12 +1,17 @@
-"""Writes the pages of the documentation that follow from the code: `python docs/generate.py`.
+"""Write the parts of the documentation that follow from the code: `python docs/generate.py`.
 
-One page per registered architecture, their table here and in the README and their place in the menu, the reference of
-recipes, and the tutorial as a page.
-They are committed, so that they can be read where no site is built; a test holds them against the code.
+- A page for each registered architecture, and its line in the site's menu.
+- The tables below comments `<!-- table: NAME -->`: architectures, built-in recipes, and the fields of a recipe.
+- The right column of the tables in docs/api: first sentences of docstrings. The left column is the list of names.
+- The tutorial as a page, from the notebook.
+
+The files are committed. A test fails if they differ from what this script writes.
 """
 
 import dataclasses
 import functools
+import importlib
+import inspect
 import itertools
 import json
 import re
@@ -25,65 +30,11 @@ DOCS = Path(__file__).parent
 README, SITE = DOCS.parent / "README.md", DOCS.parent / "mkdocs.yml"
 EXAMPLE = {"hidden_size": 256, "num_layers": 6, "vocab_size": 256, "n_positions": 1024}
 SIZES = f"hidden size {EXAMPLE['hidden_size']}, {EXAMPLE['num_layers']} layers, one text, float32"
-RECIPES = """\
-# Recipes
-
-A recipe is a YAML file with the fields below. Those that it leaves out have their defaults, where `null` stands for the
-default of the architecture or of the machine:
-
-```yaml
-model: {architecture: elita, hidden_size: 192, num_layers: 4}
-data: {source: my-books/}
-training: {max_steps: 2000}
-output: runs/books
-```
-
-- **Flags**: every field is also a flag, `multilin train demo --training.max_steps 50`, and so are options of an
-  architecture, `--model.options.num_heads 8`. Lists and sections have the syntax of YAML,
-  `--optimizer.betas '[0.9, 0.98]'`.
-- **Another choice**: what a recipe gives for one architecture, optimizer, schedule or tokenizer is dropped where a flag
-  names another: `multilin train tscale --model.architecture elita` has ELiTA's options and learning rate. A warning
-  names the fields that are dropped. Fields of one file that contradict each other are refused.
-- **Syntax**: of YAML the plain part is read, up to 1 MB: numbers, texts, true, false, null, lists and sections. `1e-3`
-  is a number, `yes` and `12:30` are texts; aliases, tags and repeated names are refused.
-- **Empty sections**, such as `optimizer:` with all its lines commented out, have their defaults; in a row of a sweep
-  they change nothing.
-- **Checks**: fields outside their bounds, and models that this machine has no memory for, are refused before any work.
-
-## Built in
-
-`multilin train NAME` trains one of these; give your own text with `--data.source`.
-
-| recipe | what it is |
-|---|---|
-"""
-NOTES = {
-    "model": """
-`options` are on the page of each [architecture](architectures/index.md), `layers` make a [hybrid](hybrids.md), and a
-run with `start` [begins with a trained model](fine-tune.md).
-
-`config` takes the fields of [MultilinConfig](api/model.md), and for the baselines `initializer_range`,
-`tie_word_embeddings`, `output_bias` and, of llama, `unit_variance`. `output_bias: unigram` adds log((n + 1) / (N + V))
-to the logit of each token, where n is how often it occurs among the N tokens of the training text and V is the size of
-the vocabulary. It is fixed, and training begins where a model without it
-[has to arrive first](compare.md#an-output-bias-of-the-token-counts).
-""",
-    "data": """
-[Your own text](index.md#your-own-text) lists what can be a `source`, and [Prepare large text](prepare.md#train-on-it)
-shows a `mix`.
-""",
-    "optimizer": """
-[Optimizers](optimizers.md) has the updates, the defaults, and the courses of `schedule`.
-""",
-    "training": """
-More on `minutes`: [Train within a given time](minutes.md#any-recipe-can-end-by-the-clock); `precision`, `quantization`,
-`master` and `communication`: [Precision](precision.md); `global_batch_size` and `shard`: [Several devices](devices.md);
-`lora`: [Adapters](fine-tune.md#adapters); `report_to`: [Follow a run](clusters.md#follow-a-run).
-""",
-}
-"""What follows the table of a section of recipes."""
 NOTE = "<!-- Written by docs/generate.py from the code: change it there. -->\n\n"
-TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
+README_TABLE = "<!-- The table is written by docs/generate.py. -->\n\n", "\n<!-- End of the table. -->"
+TABLE = re.compile(r"(<!-- table: (.+) -->\n\n)(?:\|.*\n)*")
+FIELDS = "| field | type | default | meaning |", "|---|---|---|---|"
+API_ROW = re.compile(r"^\| `(multilin\.[\w.]+)` \|.*$", re.MULTILINE)
 
 
 def pages() -> dict[Path, str]:
@@ -91,38 +42,57 @@ def pages() -> dict[Path, str]:
     written = {}
     for name, architecture in architectures().items():
         written[DOCS / "architectures" / f"{name}.md"] = NOTE + architecture_page(architecture)
-    written[DOCS / "architectures" / "index.md"] = NOTE + _overview()
-    written[DOCS / "recipes.md"] = NOTE + _recipes()
+    for path in (DOCS / "architectures" / "index.md", DOCS / "recipes.md"):
+        written[path] = TABLE.sub(lambda found: found[1] + _table(found[2]), path.read_text(encoding="utf-8"))
+    for path in sorted((DOCS / "api").glob("*.md")):
+        written[path] = API_ROW.sub(lambda row: _api_row(row[1]), path.read_text(encoding="utf-8"))
     written[DOCS / "tutorial.md"] = _tutorial()
     written[README] = _readme()
     written[SITE] = _site()
     return written
 
 
-def architecture_table(link: str = "{name}.md") -> str:
+def architecture_table(link: str = "{name}.md", *, has_sizes: bool = True) -> str:
     """The registered architectures as a Markdown table; `link` says where the page of one is."""
-    rows = ["| architecture | what it is | state | longest text | source |", "|---|---|---|---|---|"]
-    for name, architecture in architectures().items():
+    columns = ["architecture", "what it is", *(["state", "longest text"] if has_sizes else []), "source"]
+    rows = [_row(columns), "|---" * len(columns) + "|"]
+    for name, found in architectures().items():
+        sizes = [_size(_state_bytes(name)[1]), _longest_text(name)] if has_sizes else []
         rows.append(
-            f"| [{architecture.title}]({link.format(name=name)}) (`{name}`) | {_summary(architecture)} | "
-            f"{_size(_state_bytes(name)[1])} | {_longest_text(name)} | {architecture.source} |"
+            _row([f"[{found.title}]({link.format(name=name)}) (`{name}`)", _summary(found), *sizes, found.source])
         )
     return "\n".join(rows) + "\n"
 
 
-def _overview() -> str:
-    return (
-        "# Architectures\n\n"
-        + architecture_table()
-        + f"\nThe state is measured after 1000 tokens ({SIZES}). Layers of several make a "
-        "[hybrid](../hybrids.md), which trains, writes and is saved like any other model.\n"
-    )
+def first_sentence(path: str) -> str:
+    """The first sentence of the docstring of `package.module.name`."""
+    module, _, name = path.rpartition(".")
+    docstring = inspect.cleandoc(getattr(importlib.import_module(module), name).__doc__)
+    return re.split(r"(?<=\.) (?=[A-Z`])", docstring.partition("\n\n")[0].replace("\n", " "), maxsplit=1)[0]
+
+
+def _api_row(path: str) -> str:
+    return _row([f"`{path}`", first_sentence(path).replace("|", "\\|")])
+
+
+def _row(cells: typing.Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _table(name: str) -> str:
+    """The table below `<!-- table: NAME -->`."""
+    if name == "architectures":
+        return architecture_table()
+    if name == "built-in recipes":
+        rows = [_row([f"`{recipe}`", _opening_comment(path)]) for recipe, path in builtin_recipes().items()]
+        return "\n".join(["| recipe | what it is |", "|---|---|", *rows]) + "\n"
+    return _fields(typing.get_type_hints(Recipe)[name])
 
 
 def _readme() -> str:
-    before, first, rest = README.read_text(encoding="utf-8").partition(TABLE[0])
-    _, last, after = rest.partition(TABLE[1])
-    return before + first + architecture_table("docs/architectures/{name}.md") + last + after
+    before, first, rest = README.read_text(encoding="utf-8").partition(README_TABLE[0])
+    _, last, after = rest.partition(README_TABLE[1])
+    return before + first + architecture_table("docs/architectures/{name}.md", has_sizes=False) + last + after
 
 
 def _site() -> str:
@@ -152,8 +122,9 @@ def architecture_page(architecture: Architecture) -> str:
             f"`MultilinConfig.from_architecture({architecture.name!r}, ...)`.\n",
             _fields(architecture.preset_options),
             "## Options of a layer\n",
-            "Each entry of `layers` in a `config.json`; layers of several architectures make a hybrid.\n",
-            _fields(architecture.options),
+            "For an entry of `layers` in `config.json`. Layers of several architectures make a "
+            "[hybrid](../hybrids.md).\n",
+            _layer_fields(architecture),
             f"## Source\n\n{architecture.source}.\n",
         ]
     )
@@ -186,18 +157,6 @@ def _states(architecture: Architecture) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _recipes() -> str:
-    text = RECIPES
-    for name, path in builtin_recipes().items():
-        text += f"| `{name}` | {_opening_comment(path)} |\n"
-    for section in dataclasses.fields(Recipe):
-        if dataclasses.is_dataclass(section.type):
-            text += f"\n## {section.name}\n\n{field_help(Recipe)[section.name].capitalize()}.\n\n"
-            text += _fields(typing.cast(type, section.type))
-        text += NOTES.get(section.name, "")
-    return text + f"\n## output\n\n{field_help(Recipe)['output'].capitalize()}.\n"
-
-
 def _tutorial() -> str:
     """The notebook as Markdown."""
     cells = json.loads((DOCS / "tutorial.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -212,14 +171,28 @@ def _opening_comment(path: Path) -> str:
     return " ".join(line[2:].strip() for line in lines if not line.startswith("#   "))
 
 
+def _layer_fields(architecture: Architecture) -> str:
+    """The options of a layer, as what they have in common with those of a model and a table of the others."""
+    of_model, of_layer = _field_rows(architecture.preset_options), _field_rows(architecture.options)
+    missing = ", ".join(f"`{name}`" for name in of_model if name not in of_layer)
+    own = [row for name, row in of_layer.items() if row != of_model.get(name)]
+    sentence = f"The options of a model{f', without {missing}' * bool(missing)}{', and:' if own else '.'}\n"
+    return sentence + ("\n" + "\n".join([*FIELDS, *own]) + "\n" if own else "")
+
+
 def _fields(cls: type) -> str:
-    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*FIELDS, *_field_rows(cls).values()]) + "\n"
+
+
+def _field_rows(cls: type) -> dict[str, str]:
+    """The row of a table for each field."""
+    rows = {}
     for field in dataclasses.fields(cls):
         hint = typing.get_type_hints(cls, include_extras=True)[field.name]
         kind = _type_name(hint).replace("|", "\\|")
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-        rows.append(f"| `{field.name}` | {kind} | `{_value(default)}` | {field_help(cls)[field.name]} |")
-    return "\n".join(rows) + "\n"
+        rows[field.name] = _row([f"`{field.name}`", kind, f"`{_value(default)}`", field_help(cls)[field.name]])
+    return rows
 
 
 def _value(value: Any) -> str:

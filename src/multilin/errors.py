@@ -13,7 +13,7 @@ LONGEST_VALUE = 100
 
 
 class InputError(ValueError):
-    """Bad input: the message names the field, the value and what would be accepted.
+    """The error for bad input: its message names the field, the value and what is accepted.
 
     The command line prints the message alone and exits with status 2; in a program it is a ValueError. A message longer
     than LONGEST_MESSAGE characters is cut in its middle.

@@ -1,4 +1,4 @@
-"""The example of docs/own-layer.md is an architecture: it keeps the contract."""
+"""The examples of docs/own-layer.md are architectures: they keep the contract."""
 
 import dataclasses
 import importlib.metadata
@@ -41,36 +41,46 @@ from tests.contract.test_training import (  # noqa: F401
 from tests.docs.generator import generate
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-layer.md"
-NAME = "gated_mean"
+SHORT, NAME = "running_mean", "gated_mean"
+FILES = dict(
+    zip((SHORT, NAME), re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), strict=True)
+)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Architecture]:
-    """The architecture of the page's file, as saved under its name."""
-    path = tmp_path_factory.mktemp("architectures") / f"{NAME}.py"
-    path.write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[1])
-    spec = importlib.util.spec_from_file_location(NAME, path)
-    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module.architecture
-    del sys.modules[NAME]
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Architecture]]:
+    """The architectures of the page's files, as saved under their names."""
+    found = {}
+    for name, text in FILES.items():
+        path = tmp_path_factory.mktemp("architectures") / f"{name}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found[name] = module.architecture
+    yield found
+    for name in found:
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
-def example(written: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
+def example(written: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch) -> Architecture:
     monkeypatch.setattr(base, "_registry", dict(base._registry))
-    register(written)
-    return written
+    for architecture in written.values():
+        register(architecture)
+    return written[NAME]
 
 
-@pytest.fixture(params=["default", "one head"])
+@pytest.fixture(params=["default", "one head", "shortest example"])
 def case(request: pytest.FixtureRequest, example: Architecture) -> dict:
+    if request.param == "shortest example":
+        return {"architecture": SHORT, "options": {}}
     return {"architecture": NAME, "options": dict({"default": {}, **example.variants}[request.param])}
 
 
 def test_its_page_says_what_the_file_says(example: Architecture) -> None:
     page = generate.architecture_page(example)
-    assert page.startswith("# Gated mean\n\nGated mean: every position reads")
+    assert page.startswith("# Gated mean\n\nGated mean: each head averages")
     assert all(f"| `{name}` |" in page and text in page for name, text in field_help(example.options).items())
     assert f"[Gated mean]({NAME}.md)" in generate.architecture_table()
 

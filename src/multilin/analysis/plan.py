@@ -136,7 +136,7 @@ class TrainingPlan:
 
 
 def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
-    """Count the memory, communication and time of a recipe on several devices, without reading text or drawing weights.
+    """Estimate the memory, communication and time of a recipe on several devices, without training.
 
     Args:
         recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device. With

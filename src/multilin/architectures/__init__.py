@@ -1,4 +1,4 @@
-"""One file per published system, which ends with its `architecture`. All files of this folder are found here."""
+"""One file per published system, which defines `architecture`. This module registers every file in the folder."""
 
 import importlib
 import pkgutil

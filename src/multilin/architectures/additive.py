@@ -1,4 +1,6 @@
-"""Additive attention: every head scores each token by itself, and a position reads the softmax mean of its window.
+"""Additive attention: softmax attention with one score per token, the same for every query; the cost is linear.
+
+Pooling averages the tokens of a window in each head. The scores come from a learned vector w per head:
 
     l_j = w . x_j / sqrt(D)        G_t = (sum_j e^(l_j) x_j) / (sum_j e^(l_j))        j in (t - window, t]
 
@@ -6,18 +8,18 @@ A layer pools twice. On h = LayerNorm(x), with q, k, v = h W_q, h W_k, h W_v in 
 
     G = pool(q; w_q)        P' = LayerNorm(G * k + k)        K = pool(P'; w_k)        x += K * v
 
-and then x += W_2 gelu(W_1 LayerNorm(x)). Products are pointwise. No pair of positions is ever compared, so the cost is
-linear in the text, and the weights of the softmax are one number per token: how important it is.
+Then x += W_2 gelu(W_1 LayerNorm(x)). Products are pointwise. No pair of positions is compared, so the cost is linear in
+the length of the text.
 
-With stabilizer "head_norm", which is what the released package computes, P' = G * k; instead every pooling first
-standardises its input and w over each head, l = rescale * (w . x) / head width, and the denominator gets + 1e-5.
+The option `stabilizer: head_norm` computes what the released package computes: P' = G * k; each pooling first
+standardises its input and w over each head; l = rescale * (w . x) / head width; 1e-5 is added to the denominator.
 
-State: per pooling and head, one summary token (log of the total weight, mean) for a global layer, or the last
-window - 1 tokens for a windowed one. A preset's window that no text is longer than is a global one.
+State: per pooling and head, one summary token (the log of the total weight, and the mean) in a global layer, or the
+last window - 1 tokens in a windowed layer. A window at least as long as the longest text counts as global.
 
-When to use: texts longer than a cache of keys and values should become, on small machines, and where one wants to see
-what was read: one weight per token, head and pooling tells it. What a token weighs cannot depend on who reads it, so
-looking up one certain earlier token is what it does worst. Learned positions bound the text at n_positions.
+When to use: for long texts on small machines, and where the weights should be easy to read: there is one per token,
+head and pooling. A token has the same score for every position that reads it. The architecture is therefore worst at
+looking up one particular earlier token. Learned positions limit the text to n_positions.
 """
 
 import math
@@ -52,8 +54,8 @@ class AdditiveShared(LayerOptions):
     """What all layers of a model have in common."""
 
     num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
-    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # where the attention is normalised in its middle
-    rescale: Positive | None = None  # largest logit of the stabilizer head_norm; none is 15
+    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # head_norm: as in the released package
+    rescale: Positive | None = None  # largest logit with head_norm; null is 15
     dropout: Fraction = 0.1  # on poolings and feed-forward, in training
 
 
@@ -61,18 +63,18 @@ class AdditiveShared(LayerOptions):
 class AdditiveOptions(AdditiveShared):
     """One layer."""
 
-    window: Window | None = None  # tokens read, the current one included; none reads the whole past
+    window: Window | None = None  # tokens read, with the current one; null reads the whole past
 
 
 @settings
 class AdditivePreset(AdditiveShared):
     """A whole model."""
 
-    windows: Windows = "doubling"  # doubling (from 4; last global), package (from 2; ends global), global, k, or a list
+    windows: Windows = "doubling"  # doubling: 4, 8, ..., global; package: global, 4, ..., global; global; k; or a list
 
 
 class AdditiveState(NamedTuple):
-    """What the two poolings may still read."""
+    """The states of the two poolings."""
 
     queries: PrefixSoftmaxState
     products: PrefixSoftmaxState

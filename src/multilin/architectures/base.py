@@ -1,4 +1,4 @@
-"""What an architecture is, and the registry where everything else finds it."""
+"""The parts of an architecture, and the registry in which the rest of the package finds it."""
 
 import dataclasses
 import importlib.metadata
@@ -30,33 +30,33 @@ ENTRY_POINTS = "multilin.architectures"
 
 @settings
 class LayerOptions:
-    """Options of one layer; an architecture adds its own, each with a comment that becomes its help."""
+    """Options of one layer. An architecture adds fields; the comment of a field is its help."""
 
     @property
     def longest_text(self) -> int | None:
-        """Tokens of the longest text that the layer can read: its `context`; None, for no limit, where it has none."""
+        """Tokens of the longest text that the layer can read: the field `context`; None (no limit) without one."""
         return getattr(self, "context", None)
 
     def count_heads(self, hidden_size: int) -> int:
-        """Number of heads of the layer; 1 where it is not divided into heads."""
+        """Number of heads of the layer; 1 for a layer without heads."""
         return int(getattr(self, "num_heads", 1))
 
     @classmethod
     def from_choices(cls, choices: "LayerOptions", **own: Any) -> Self:
-        """A layer's options: those that it shares with a model's, by name, and its own."""
+        """Options of one layer: the fields that `choices` has too, and the fields in `own`."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in vars(choices).items() if name in known} | own)
 
 
 @settings
 class TrainingDefaults:
-    """What the source of an architecture trains with; a recipe may say otherwise."""
+    """Training settings of the source of an architecture; a recipe replaces them."""
 
     optimizer: str = "adamw"  # as recipes name it: adamw, normalized_sgd, matrix_moment or muon
     learning_rate: Rate = 5e-4  # peak of the schedule
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW's averages
     weight_decay: Strength = 0.01  # on matrices, not on biases, norms and embeddings
-    schedule: str = "linear"  # from the peak on: linear, cosine, constant, tail or inverse_sqrt
+    schedule: str = "linear"  # after the peak: linear, cosine, constant, tail or inverse_sqrt
     warmup_steps: StepCount = 100  # steps to the peak
     clip_norm: Strength = 1.0  # largest norm of the gradient; 0 does not clip
     label_smoothing: Fraction = 0.0  # in training only
@@ -64,17 +64,17 @@ class TrainingDefaults:
 
 @settings
 class Sizes:
-    """What an architecture is asked for."""
+    """The sizes of a model, from which an architecture makes a preset."""
 
     hidden_size: Width  # D
     num_layers: Depth  # layers
     vocab_size: Vocabulary  # V
-    n_positions: Length | None  # the longest text in training; none if not bounded
+    n_positions: Length | None  # longest text in training; null if unbounded
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A whole model in an architecture's way.
+    """A whole model: options of its layers, fields of its config, and training defaults.
 
     layers: options of each layer, the first layer first.
     model: fields of MultilinConfig that the architecture sets (positions, tied output, norms, initialisation).
@@ -90,14 +90,14 @@ class Preset:
 class Architecture:
     """One published system: its layer, the options of a layer, and how a whole model is laid out.
 
-    name: as recipes and config.json write it.
+    name: its name in recipes and in config.json.
     title, source: for people; the source is the paper or document whose equations it follows.
     layer: builds a layer from (hidden_size, options).
     options: dataclass of a layer's options.
     preset_options: dataclass of what a user may choose for a whole model.
-    preset: lays a model out from (sizes, preset options).
-    variants: preset options by name that the contract tests run besides the defaults.
-    packs: whether several texts can share a row (document_ids); a model with a layer that cannot refuses them.
+    preset: makes a whole model from (sizes, preset options).
+    variants: further preset options, by name, with which the contract tests run.
+    packs: whether several texts can share a row (document_ids); if False, the model refuses document_ids.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         for options in (self.options, self.preset_options):
-            if "__dataclass_fields__" not in vars(options):  # those of LayerOptions would be the only options
+            if "__dataclass_fields__" not in vars(options):  # only the fields of LayerOptions would count
                 raise InputError(f"architecture: {options.__name__} of {self.name!r} needs the decorator @settings")
 
     @property
@@ -126,19 +126,19 @@ class Architecture:
 
 
 _registry: dict[str, Architecture] = {}
-_left_out: set[str] = set()  # what was said of entry points that cannot be loaded
+_left_out: set[str] = set()  # warnings about entry points that cannot be loaded
 
 
 def register(architecture: Architecture) -> None:
-    """Make an architecture known under its name."""
+    """Add an architecture to the registry."""
     if _registry.setdefault(architecture.name, architecture) is not architecture:
         raise InputError(f"architecture: {architecture.name!r} is the name of two")
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every architecture by name: those in this folder and those that entry points of installed packages name.
+    """Every architecture by name: the files in this folder, and entry points of installed packages.
 
-    One that cannot be loaded is left out, with a warning.
+    An entry point that cannot be loaded is left out, with a warning.
     """
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -160,7 +160,7 @@ def get_architecture(name: str) -> Architecture:
     """The architecture of that name.
 
     Raises:
-        InputError: there is none; the message names the nearest.
+        InputError: there is no such architecture; the message names the nearest.
     """
     known = _registry if name in _registry else architectures()
     if name not in known:
@@ -170,10 +170,10 @@ def get_architecture(name: str) -> Architecture:
 
 
 def spread_windows(windows: Literal["global"] | Window | LayerWindows, num_layers: int) -> list[int | None]:
-    """The window of each layer: one number for all of them, none of them with "global", or as listed.
+    """The window of each layer: one number for all layers, no window for "global", or the windows of a list.
 
     Raises:
-        InputError: the list has another length than the model.
+        InputError: the length of the list is not the number of layers.
     """
     if not isinstance(windows, tuple):
         return [None if windows == "global" else int(windows)] * num_layers

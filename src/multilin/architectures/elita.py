@@ -1,24 +1,25 @@
-"""ELiTA: time-linear attention that weighs tokens by content and position, and a feed-forward of two factors.
+"""ELiTA: a running softmax average of the whole text, and a feed-forward that multiplies two hidden vectors.
 
-Per head, with vectors k1, k2, k3 of width D, vectors a1, a2, b1, b2, c of p frequencies, V from D to the value width,
-O back, and i the position in the text, on h = LayerNorm(x) without scale and bias:
+The weight of a token depends on its content and its position. Per head, with vectors k1, k2, k3 of width D, vectors a1,
+a2, b1, b2, c of p frequencies, V from D to the value width, O back, and i the position in the text, on h = LayerNorm(x)
+without scale and bias:
 
     p1_i = sin((i a1) / n + b1) . c      p2_i = sin((i a2) / n + b2) . c
     X_j  = exp(k1 . h_j + p1_j)          R_t  = exp(p2_t + k3 . h_t)
     y_t  = (e^(k2 . h_t) V h_t + R_t sum_{j<=t} X_j V h_j) / (e^(k2 . h_t) + R_t sum_{j<=t} X_j)        x += O y
 
-so the current token counts twice, in the sum and by itself. Everything stays in logarithms: the running sum is a prefix
-softmax and the token by itself is one more token of it. n is a constant of the model, never the length of the input:
-only so does a text mean the same however it is read. Then, on a second LayerNorm,
+The current token counts twice: in the sum and as a separate term. The running sum is a prefix softmax in logarithms,
+with the separate term as one more token. n is a constant of the model, not the length of the input, so that a text read
+in pieces gets the same weights. Then, on a second LayerNorm,
 
     x += W_3 [ s(W_1 h + b_1) outer s(W_2 h + b_2) ] + b_3        s = swish, W_1: D -> D, W_2: D -> factor
 
-State: per head the log of the total weight and the mean of the values: the same size for any number of tokens, and no
-limit on their number.
+State: per head, the log of the total weight and the mean of the values. Its size does not depend on the number of
+tokens, which has no limit.
 
-When to use: very long texts and very many at a time. 100,000 tokens cost what 100,000 separate tokens cost, and the
-state is the smallest of all. Everything read is in one mean per head and nothing is ever forgotten but outweighed, so
-order and neighbours reach the model only through the sines: put windowed layers below it where they matter.
+When to use: for very long texts, and for many texts at once. The cost per token is constant, and the state is the
+smallest of all. Each head has one mean over the whole text. Later tokens can outweigh earlier ones, but nothing is
+forgotten. Only the sines tell the order of tokens; where order and neighbours matter, put windowed layers below.
 """
 
 from functools import partial
@@ -38,11 +39,11 @@ class ElitaShared(LayerOptions):
     """What all layers of a model have in common."""
 
     num_heads: Multiple = 4  # heads
-    value_size: Width | None = None  # width of a head's values; none is hidden size / heads
+    value_size: Width | None = None  # width of a head's values; null is hidden size / heads
     num_frequencies: Multiple = 16  # sine waves of a position's weight
-    factor: Multiple = 8  # width of the second factor of the feed-forward
+    factor: Multiple = 8  # width of the second vector of the feed-forward
     norm_eps: Positive = 1e-5  # added to the variance; the original code has 1e-3
-    clip_logits: Positive | None = None  # largest exponent, as the original code clips at 20; none clips nothing
+    clip_logits: Positive | None = None  # largest exponent; 20 in the original code; null does not clip
     dropout: Fraction = 0.0  # on attention and feed-forward, in training
 
 
@@ -50,14 +51,14 @@ class ElitaShared(LayerOptions):
 class ElitaOptions(ElitaShared):
     """One layer."""
 
-    position_period: Positive = 1.0  # n: positions are counted in units of it
+    position_period: Positive = 1.0  # n, the unit of positions
 
 
 @settings
 class ElitaPreset(ElitaShared):
     """A whole model."""
 
-    position_period: Positive | None = None  # n: positions are counted in units of it; none is the training length
+    position_period: Positive | None = None  # n, the unit of positions; null is the training length
 
 
 class ElitaAttention(ParameterHolder, Reader):

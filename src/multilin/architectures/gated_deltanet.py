@@ -1,4 +1,4 @@
-"""Gated DeltaNet: every token decays a matrix and corrects what it stores under the token's key.
+"""Gated DeltaNet: linear attention with one matrix per head; a token replaces the value stored under its key.
 
 On h = RMSNorm(x), per head, with s = swish, c a convolution over the last four tokens, unit(v) = v / |v|:
 
@@ -6,15 +6,16 @@ On h = RMSNorm(x), per head, with s = swish, c a convolution over the last four 
     a_t = e^(-A softplus(w_a . h_t + d))        b_t = sigmoid(w_b . h_t)
     S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
 
-and then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. It is the linear layer of Qwen3-Next. Without `decays` (a = 1)
-it is DeltaNet; without `corrects` (S_t = a_t S_(t-1) + v_t k_t^T) gated linear attention with one gate per head;
-without both linear attention. `convolution` and `output_gate` can be left out, too.
+Then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. The gate a_t makes the matrix decay. The layer equals the linear
+layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1) it is DeltaNet; without `corrects`
+(S_t = a_t S_(t-1) + v_t k_t^T) it is gated linear attention with one gate per head; without both it is linear
+attention. `convolution` and `output_gate` can be switched off, too.
 
-State: per head the matrix S, and the last three inputs of the convolution.
+State: per head, the matrix S and the last three inputs of the convolution.
 
-When to use: where single earlier tokens must be found again in a state of fixed size. A key that comes again replaces
-what it stored instead of adding to it, so a matrix holds as many pairs as its keys are wide; more disturb each other.
-The state is much larger than a mean, and training costs several products per chunk of 64 tokens.
+When to use: to find single earlier tokens again with a state of fixed size. A repeated key replaces its stored value,
+so a matrix holds as many pairs as its keys are wide; more pairs disturb each other. The state is much larger than a
+mean, and training computes several products for each chunk of 64 tokens.
 """
 
 import math
@@ -45,11 +46,11 @@ class GatedDeltaNetOptions(LayerOptions):
     """One layer, or a whole model."""
 
     num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
-    value_size: Width | None = None  # width of a head's values; none is hidden size / heads
+    value_size: Width | None = None  # width of a head's values; null is hidden size / heads
     decays: bool = True  # every token decays the matrix
-    corrects: bool = True  # a token replaces what is stored under its key; otherwise it adds to it
-    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values sees; none has none
-    output_gate: bool = True  # multiply the reading by a gate of the token
+    corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to it
+    convolution: Multiple | None = 4  # tokens in the convolution of queries, keys and values; null: none
+    output_gate: bool = True  # multiply what is read by a gate of the current token
 
 
 class GatedDeltaNetState(NamedTuple):
@@ -126,7 +127,7 @@ class GatedDeltaNet(Reader):
 
 
 class SwishFeedForward(nn.Module):
-    """y = W_3 (s(W_1 x) * W_2 x), s = swish, with as many weights as one of four times the width without a gate."""
+    """y = W_3 (s(W_1 x) * W_2 x), s = swish, with the number of weights of a four times wider one without a gate."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class SwishFeedForward(nn.Module):
 
 
 class GatedDeltaNetLayer(ResidualBlock):
-    """A reading of the matrices, then a gated feed-forward, each on an RMSNorm and added."""
+    """Gated DeltaNet, then a gated feed-forward, each on an RMSNorm and added."""
 
     def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
         parts = GatedDeltaNet(hidden_size, options), SwishFeedForward(hidden_size)

@@ -1,4 +1,4 @@
-"""LEAP: each head weighs every token by itself, and lets the mean of its window through as far as a query asks for it.
+"""LEAP: each head averages the values in its window, with one weight per token; the query gates the result.
 
 Per head of width e, on h = LayerNorm(x), with q, f, k, v the four parts of W h:
 
@@ -6,20 +6,20 @@ Per head of width e, on h = LayerNorm(x), with q, f, k, v the four parts of W h:
     K_t = (sum_j a_j k_j) / (sum_j a_j + eps)    V_t = (sum_j a_j v_j) / (sum_j a_j + eps)    j in (t - window, t]
     x  += sigmoid(q_t . K_t / sqrt(e)) V_t
 
-and then x += W_2 gelu(W_1 LayerNorm(x) + b_1) + b_2. elu(u) + 1 is e^u up to 0 and u + 1 above, and eps is 0.00001.
-Where the source subtracts two sums over the whole past, here both means are a running softmax mean, which loses no
-digits: with the logits log a_j, and eps as the weight of a null token.
+Then x += W_2 gelu(W_1 LayerNorm(x) + b_1) + b_2. elu(u) + 1 is e^u for u <= 0 and u + 1 above; eps is 0.00001. The
+source subtracts two sums over the whole past. This file computes both means as a running softmax mean, which loses no
+digits: the logits are log a_j, and eps is the weight of a null token.
 
-That is the source's last version. Release 1.0.1 of the package has weights "exp", a_j = e^(f_j . k_j / sqrt(e)); with a
-number r as `rescale` it standardises q, f, k and v over each head and has r / e in place of 1 / sqrt(e). The command
-`multilin convert leap` reads checkpoints of both.
+The formulas are those of the source's last version. The option `weights: exp` gives release 1.0.1 of the package,
+a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and v over each head, and replaces
+1 / sqrt(e) by r / e. `multilin convert leap` reads checkpoints of both versions.
 
-State: per head one summary token (log of the total weight, means of k and v) for a global layer, or the last window - 1
-tokens for a windowed one.
+State: per head, one summary token (the log of the total weight, and the means of k and v) in a global layer, or the
+last window - 1 tokens in a windowed layer.
 
-When to use: where additive attention does, whose successor it is; it pools once per layer, and a query decides how
-much of what was read passes. What a token weighs still cannot depend on who reads it. Learned positions bound the text
-at n_positions.
+When to use: for the purposes of additive attention, whose successor it is. LEAP averages once per layer instead of
+twice, and the query gates the result. A token still has the same weight for every position that reads it. Learned
+positions limit the text to n_positions.
 """
 
 import math
@@ -45,7 +45,7 @@ class LeapShared(LayerOptions):
 
     num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
     weights: Literal["elu", "exp"] = "elu"  # a token's weight: elu(u) + 1, or e^u as in the package's release 1.0.1
-    rescale: Positive | None = None  # standardise the heads, and scale products by rescale / e; none does neither
+    rescale: Positive | None = None  # standardise the heads, and scale products by rescale / e; null does neither
     dropout: Fraction = 0.1  # on q, f, v, u and the feed-forward, in training
 
 
@@ -53,14 +53,14 @@ class LeapShared(LayerOptions):
 class LeapOptions(LeapShared):
     """One layer."""
 
-    window: Window | None = None  # tokens read, the current one included; none reads the whole past
+    window: Window | None = None  # tokens read, with the current one; null reads the whole past
 
 
 @settings
 class LeapPreset(LeapShared):
     """A whole model."""
 
-    windows: Windows = "package"  # package (global, 4, 8, 16, and again), global, k, or a list
+    windows: Windows = "package"  # package (global, 4, 8, 16, repeated), global, k, or a list
 
 
 class LeapAttention(Reader):

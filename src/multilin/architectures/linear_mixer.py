@@ -1,24 +1,24 @@
-"""Linear mixer: every position is a learned weighted sum of the positions up to it, and hardly anything else.
+"""Linear mixer: each position is a weighted sum of the positions so far; the weights are parameters.
 
     e_t = W onehot(token_t)        h_t = e_t + sum_{j<=t} c[t, j] e_j (+ b_t)        logits_t = H h_t
 
-c is a lower triangle of n_ctx (n_ctx + 1) / 2 parameters, shared by all D features; b one number per position. A layer
-is this mixing, then, if asked for, a feed-forward x += F(x); several layers stack. All else is options:
+c is a lower triangle of n_ctx (n_ctx + 1) / 2 parameters, shared by all D features; b is one number per position. The
+weights are the same for every text. A layer is this mixing, then, if chosen, a feed-forward x += F(x). Options:
 
     mixing "linear"   c x            "gelu"   c' gelu(c x), two triangles
-           "relu"     c x, and a ReLU before the output projection: it stands at the end of the last layer only
+           "relu"     c x, and a ReLU before the output projection, at the end of the last layer only
     feed_forward      "none", "linear" (A x + a), "gelu" (A_2 gelu(A_1 x + a_1) + a_2)
 
-With norms, a GELU feed-forward and several layers it is the masked mixer. With mixing and feed-forward linear and no
-norm the whole model is one linear map: a matrix over tokens and a triangle over positions, which `compose` in
-`multilin.inference.rollout` gives, and whose own outputs can be fed back in parallel (`rollout`).
+With norms, a GELU feed-forward and several layers it is the masked mixer. With linear mixing, a linear feed-forward or
+none, and no norm, the whole model is one linear map: a matrix over tokens and a triangle over positions. `compose` in
+`multilin.inference.rollout` computes both; `multilin rollout` feeds the outputs of such a model back in parallel.
 
-State: the inputs of each mixing so far, in n_ctx rows. A text cannot be longer than n_ctx, and texts cannot share a
-row: weights belong to absolute positions.
+State: the inputs of each mixing so far, in n_ctx rows. A text cannot be longer than n_ctx. Texts cannot share a row,
+because weights belong to absolute positions.
 
 When to use: to study what a language model with little or no nonlinearity can do, and to compute many outputs at once
-(`rollout`). It has no weights that look at content, its cost grows with n_ctx squared, and it holds every input: for
-long texts or a small state take another.
+(`multilin rollout`). Its weights do not depend on content, its cost grows with the square of n_ctx, and its state holds
+every input. For long texts or a small state, use another architecture.
 """
 
 import dataclasses

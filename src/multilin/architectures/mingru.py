@@ -1,18 +1,17 @@
-"""minGRU: every channel of a state moves towards its own candidate as far as a gate opens, and nothing else is read.
+"""minGRU: each channel of the state is a gated running average; there is no attention.
 
 On h = LayerNorm(x), with c_t = sum_{i<4} w_i * h_(t-i), a convolution of each channel over the last four tokens:
 
     z_t = sigmoid(W_z c_t)        s_t = (1 - z_t) * s_(t-1) + z_t * g(W_h c_t)        x += W_o s_t
 
-and then x += W_2 gelu(W_1 LayerNorm(x)). g(u) is u + 0.5 for u >= 0, else sigmoid(u), and s is 0 before the text.
-Gates and candidates depend on the last four tokens alone, not on s as in a GRU, so that all positions are computed at
-once in training.
+Then x += W_2 gelu(W_1 LayerNorm(x)). g(u) is u + 0.5 for u >= 0 and sigmoid(u) below; s is 0 before the text. In a GRU
+the gates z and the candidates g(W_h c) depend on the previous state. Here they depend on the last four tokens only, so
+that training computes all positions at once.
 
-State: the vector s, and the last three inputs of the convolution; the same size for any number of tokens.
+State: the vector s and the last three inputs of the convolution. Its size does not depend on the number of tokens.
 
-When to use: very long texts, where what matters is recent or can be carried along in a few numbers. What a token left
-in a channel stays until later gates let others replace it. A channel holds one number, so pairs of things cannot be
-kept and looked up.
+When to use: for very long texts in which the recent tokens, or a few numbers about the past, are enough. A channel
+keeps its value until later gates replace it. A channel is one number, so the model cannot store pairs and look them up.
 """
 
 from functools import partial

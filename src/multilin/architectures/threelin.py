@@ -1,4 +1,4 @@
-"""3Lin: attention to a decaying window, combined with the state by a trilinear product; no feed-forward.
+"""3Lin: attention over a window with decay; products with the current token replace the feed-forward.
 
 N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `window` tokens before t:
 
@@ -6,16 +6,16 @@ N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `win
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
-The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so the products cost 16 per number instead of ttdim.
-With query_on = "current" the roles of QK and QV change: N(QK x_t) . (QV x_j). Where there is no past, A_t = 0. There
-are no positions but the decay. Six layers repeat (slope, hyper, window): (0, 6.6, 64), (0, 0, wide), (0, 13.3, 64),
+The pairs (i, i xor b) are all pairs inside aligned blocks of 16: 16 products per number instead of ttdim. With
+`query_on: current`, QK and QV change roles: N(QK x_t) . (QV x_j). Without a past, A_t = 0. The decay is the only
+information about positions. Six layers repeat (slope, hyper, window): (0, 6.6, 64), (0, 0, wide), (0, 13.3, 64),
 (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 
-State: keys and values of the last `window` tokens, in float32, with a flag for each that says whether it was read.
+State: keys and values of the last `window` tokens, in float32, with a flag that marks filled entries.
 
-When to use: to have attention whose cost per token is bounded by the window, and to study what products of the reading
-and the state can do in place of feed-forwards. Five of six layers read 64 tokens; the wide one, and with it most of
-the state, reads the training length. The combiner holds most of the parameters: block * value_size * D per layer.
+When to use: for attention whose cost per token is bounded by the window, and to study products of what was read with
+the current token as a replacement for feed-forwards. Five of six layers read 64 tokens. The wide layer reads the
+training length and holds most of the state. Most parameters are in C: block * value_size * D per layer.
 """
 
 from typing import Any, Literal
@@ -37,11 +37,11 @@ PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (
 class ThreeLinShared(LayerOptions):
     """What all layers of a model have in common."""
 
-    query_size: Width | None = None  # width of QK x and QV x; none is half the hidden size
-    value_size: Width | None = None  # ttdim, width of V x and K x, a multiple of the block; none is the hidden size
+    query_size: Width | None = None  # width of QK x and QV x; null is half the hidden size
+    value_size: Width | None = None  # ttdim, width of V x and K x, a multiple of the block; null is the hidden size
     block: Multiple = 16  # pairs per number of the combiner, a power of two
-    query_on: Literal["past", "current"] = "past"  # which token the normalised QK belongs to
-    scale: Factor | None = None  # factor on the logits; none is 1 / sqrt(query size), the document has 1
+    query_on: Literal["past", "current"] = "past"  # token to which the normalised QK belongs
+    scale: Factor | None = None  # factor on the logits; null is 1 / sqrt(query size); the document has 1
     learn_decay: bool = False  # slope and hyper are parameters
 
 
@@ -59,11 +59,11 @@ class ThreeLinPreset(ThreeLinShared):
     """A whole model."""
 
     narrow: PastWindow = 64  # window of the narrow layers
-    wide: PastWindow | None = None  # window of the wide layers; none is the training length
+    wide: PastWindow | None = None  # window of the wide layers; null is the training length
 
 
 class ThreeLinLayer(Layer, ParameterHolder, Reader):
-    """One reading of the window and its combination with the state."""
+    """Attention over the window, then the products with the current token."""
 
     def __init__(self, hidden_size: int, options: ThreeLinOptions) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ThreeLinLayer(Layer, ParameterHolder, Reader):
 
 
 def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
-    """The six rows over and over; no positions, so no limit on the text; untied output, final N."""
+    """The six rows of the pattern, repeated; no positions, so no limit on the text; untied output, final N."""
     wide = (sizes.n_positions or 1024) if choices.wide is None else choices.wide
     rows = [PATTERN[layer % len(PATTERN)] for layer in range(sizes.num_layers)]
     return Preset(

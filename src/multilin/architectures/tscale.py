@@ -1,6 +1,6 @@
-"""TScale: attention whose reading is combined with the state by a bilinear product, and ReLU feed-forwards.
+"""TScale: rotary attention over windows, whose result is multiplied with the current token, and ReLU feed-forwards.
 
-H heads; N(x) divides each tile of a head's width by its root mean square, a zero tile stays 0. lin(W, x) is
+H heads; N(x) divides each tile, as wide as a head, by its root mean square; a zero tile stays 0. lin(W, x) is
 W x / sqrt(width of x), without biases, so unit-variance weights keep unit variance. On x = N(state):
 
     q = rope(N(lin(Q, x)))    r = rope(lin(R, x))    u = N(lin(U, x))    v = N(lin(V, x))
@@ -10,14 +10,14 @@ W x / sqrt(width of x), without biases, so unit-variance weights keep unit varia
     state   += lin(F, relu(N(lin(E, N(state)))))
     logits   = lin(W, N(state)) + bias                                     fixed log of the token counts, or none
 
-Widths: the first sixth of the layers, in pairs, reads one token; after that narrow layers (64 tokens, slope 0.5) and
-full ones alternate. An odd number of layers is rounded up, as in the source.
+Widths: the first sixth of the layers, in pairs, reads one token. After them, narrow layers (64 tokens, slope 0.5) and
+full layers alternate. An odd number of layers is rounded up, as in the source.
 
-State: keys and values of the last `width` tokens per layer, in float32, each with a flag that says whether it was read.
+State: keys and values of the last `width` tokens of each layer, in float32, with a flag that marks filled entries.
 
-When to use: where exact look-ups in the recent past count, as in a Transformer, and a bounded state is wanted all the
-same: half of the attention is narrow, the full layers read at most the training length. Unit-variance weights and
-normalised states are the source's ground for training in int8. Its state is the largest but that of the mixers.
+When to use: for exact look-ups in the recent past, as in a Transformer, with a bounded state. At least half of
+the layers read 64 tokens or fewer; the full layers read at most the training length. The source chose unit-variance
+weights and normalised states for training in int8. Only the mixers have a larger state.
 """
 
 import math
@@ -41,12 +41,12 @@ HEAD_SIZE = 128
 class TScaleShared(LayerOptions):
     """What all layers of a model have in common."""
 
-    num_heads: Multiple | None = None  # heads; none is hidden size / head size
-    head_size: Width | None = None  # of a head and the tiles of N, even; none is hidden size / heads, or 128 at most
+    num_heads: Multiple | None = None  # heads; null is hidden size / head size
+    head_size: Width | None = None  # of a head and the tiles of N, even; null is hidden size / heads, or at most 128
     expansion: Multiple = 1  # width of the feed-forward in multiples of all heads together
     rotary_base: Positive = 500_000.0  # of the rotary frequencies
-    scale: Factor | None = None  # factor on the logits; none is 0.5 / sqrt(head size)
-    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear is no part of TScale: lin(C, [u, a]), to compare with
+    scale: Factor | None = None  # factor on the logits; null is 0.5 / sqrt(head size)
+    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear: lin(C, [u, a]), not in TScale, to compare
 
     def tile(self, hidden_size: int) -> int:
         """Width of a head."""
@@ -55,7 +55,7 @@ class TScaleShared(LayerOptions):
         return head_width(hidden_size, self.num_heads) if self.num_heads else min(HEAD_SIZE, hidden_size)
 
     def count_heads(self, hidden_size: int) -> int:
-        """As many as fill the hidden size, where no number is given."""
+        """Number of heads: as given, or as many as fill the hidden size."""
         return self.num_heads or hidden_size // self.tile(hidden_size)
 
 
@@ -71,8 +71,8 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """A whole model."""
 
-    widths: Literal["schedule", "full"] = "schedule"  # full: every layer reads all; no part of TScale, to compare with
-    full_width: PastWindow | None = None  # width of the full layers; none is the training length
+    widths: Literal["schedule", "full"] = "schedule"  # full: all layers are full ones, not in TScale, to compare
+    full_width: PastWindow | None = None  # width of the full layers; null is the training length
 
 
 class TScaleAttention(Reader):

@@ -49,7 +49,7 @@ class TokenizerRecipe:
 
 @settings
 class ShardSettings:
-    """How `multilin prepare` makes shards of a text."""
+    """Settings of `multilin prepare`: the text, the tokenizer and the shards."""
 
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText = "prepared"  # folder, or address for fsspec such as s3://bucket/folder, to write the shards to

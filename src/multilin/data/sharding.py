@@ -107,7 +107,7 @@ class Job:
 
 
 def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress = no_progress) -> Manifest:
-    """Prepare text into a folder, or to an address of fsspec. Shards that an earlier call has finished are kept.
+    """Turn text into shards of tokens, in a folder or at an address of fsspec. Finished shards of an earlier call stay.
 
     Memory holds one document per process and a few hundred bytes for each shard, however long the text. With several
     workers, a program that calls this should do so below `if __name__ == "__main__":`.

@@ -35,7 +35,7 @@ PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once
 
 @torch.inference_mode()
 def check_export(model: MultilinForCausalLM, folder: Path) -> None:
-    """Refuse an export whose logits differ from the model's.
+    """Compare the logits of an export with the model's, and raise InputError if they differ.
 
     The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each at
     once. The root mean square of the differences of the logits after all pieces is divided by the standard deviation of
@@ -96,7 +96,7 @@ def _read_in_pieces(engine: Engine, ids: NDArray[np.int64]) -> Iterator[tuple[in
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison; pairs are (original, export).
+    """The result of `compare_export`; pairs are (original, export).
 
     largest_difference: largest absolute difference of logits on the text; largest_logit: largest absolute logit.
     equal_tokens: number of equal greedy tokens before the first difference, of `num_greedy`.
@@ -116,7 +116,7 @@ class Comparison:
 
 
 def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
-    """Run the original and the export on the same tokens.
+    """Measure the difference, the size and the speed of a model and its export on the same tokens.
 
     Args:
         run: the original, on the CPU.

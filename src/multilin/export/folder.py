@@ -35,7 +35,7 @@ def export_run(
     round_graph: Callable[[onnx.ModelProto, Precision], onnx.ModelProto] = rounded,
     source: Mapping[str, str] | None = None,
 ) -> None:
-    """Export the model of a run into a folder, complete or not at all.
+    """Export the model of a run as ONNX graphs into a folder, complete or not at all.
 
     The graphs are compared with the model before and after their matrices are rounded, see `check_export`.
 

@@ -38,7 +38,7 @@ Written by `multilin publish`. The files beside it are those of the package mult
 
 
 def publish_run(run: Run, name: str, folder: Path) -> None:
-    """Write a folder that transformers loads without this package.
+    """Write a folder with a model that transformers loads without multilin.
 
     It has the weights, config.json, generation_config.json, the tokenizer, the model's code, and the model
     card of the run with the figures of its training.

@@ -59,7 +59,7 @@ def export_web(
     precision: Precision = "8bit",
     progress: Progress = no_progress,
 ) -> None:
-    """Export the model of a run with a page that runs it, complete or not at all.
+    """Export the model of a run with a web page that runs it, complete or not at all.
 
     The folder's `model` is what `export_run` writes, so that `OnnxEngine` runs it too.
 

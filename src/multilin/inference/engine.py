@@ -8,7 +8,7 @@ from multilin.inference.state_file import StateContents, StateOwner
 
 
 class Engine(Protocol):
-    """A model that reads tokens into states.
+    """The interface of a model for generation: it reads tokens into states.
 
     A state is made by `new_state` or `restore` and has one row per sequence; rows may have read different numbers of
     tokens. Where the engine keeps states, `state.select(rows)` is a copy of these rows in this order, and one may come

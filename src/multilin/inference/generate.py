@@ -16,7 +16,7 @@ DEFAULTS = GenerationSettings()
 
 @dataclass
 class Sequence:
-    """A sequence that can be continued.
+    """A generated sequence with its state, which `generate` can continue.
 
     state: engine state of one row.
     unread_ids: tokens that belong to the sequence but were not read yet, normally the last one generated; those of
@@ -52,7 +52,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The result of a generation.
+    """The result of `generate`: the new tokens and their text.
 
     token_ids: the new tokens, an end of text included.
     text: the text of the new tokens, as given to `write`.
@@ -74,7 +74,7 @@ def generate(
     write: Callable[[str], object] | None = None,
     echo: bool = False,
 ) -> Continuation:
-    """Continue a prompt, or a sequence, with any engine.
+    """Generate text after a prompt, or continue a sequence, with any engine.
 
     Without a seed, a sequence goes on with its own random numbers, so that the tokens are the same as in one long call.
 

@@ -23,7 +23,7 @@ def generate_text(
     write: Callable[[str], object] | None = None,
     echo: bool = False,
 ) -> Continuation:
-    """Continue a prompt; see `multilin.inference.generate.generate`, which can also continue a sequence.
+    """Generate text after a prompt with a run; `multilin.inference.generate.generate` takes any engine.
 
     With beams, the text is written when the search has ended.
 
@@ -55,7 +55,7 @@ def generate_text(
 
 
 def text_codec(tokenizer: PreTrainedTokenizerFast) -> TextCodec:
-    """The codec of a run's tokenizer."""
+    """Return the codec of a run's tokenizer, which turns text into tokens and back."""
     end = start_token_id(tokenizer)
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return TextCodec(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), end, pad, tokenizer.eos_token_id)

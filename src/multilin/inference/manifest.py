@@ -16,7 +16,7 @@ GRAPHS = ("step.onnx", "prompt.onnx")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the graphs of an exported model take and return.
+    """The inputs, outputs and files of an exported model, as its manifest.json lists them.
 
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
     architectures: of the layers.

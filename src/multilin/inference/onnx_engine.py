@@ -182,7 +182,7 @@ class OnnxState:
 
 
 class OnnxEngine:
-    """See `multilin.inference.engine.Engine`.
+    """An engine that runs an exported model with ONNX Runtime.
 
     Args:
         folder: the folder that `multilin export` wrote.

@@ -16,7 +16,7 @@ StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 
 @settings
 class GenerationSettings:
-    """How text is generated."""
+    """Settings of generation: length, sampling, beams, stops."""
 
     max_new_tokens: Tokens | None = None  # most tokens to generate; 200, as many as fit, or a server's own default
     temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does, 0 takes the likeliest

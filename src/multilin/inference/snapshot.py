@@ -117,7 +117,7 @@ def save_snapshot(snapshot: Snapshot, path: str | Path, model: MultilinForCausal
 
 
 def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
-    """Read a snapshot of this model, and check all of the file; see `read_state`.
+    """Read a snapshot of this model from a file, and check the whole file.
 
     Raises:
         InputError: no such file, no state file or a damaged one, or the state of another model.

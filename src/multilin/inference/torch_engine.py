@@ -30,7 +30,7 @@ MOST_MEMORY = 1 / 16  # of the GPU, for the states of all graphs: copying larger
 
 
 class TorchEngine:
-    """See `multilin.inference.engine.Engine`. Only our models can have rows of different lengths."""
+    """An engine that runs the model in PyTorch. Only multilin's models can have rows of different lengths."""
 
     name = "torch"
 

@@ -9,7 +9,7 @@ from multilin.errors import InputError
 
 
 class Layout(NamedTuple):
-    """The positions of the tokens of one call in their texts, and whether a state is needed.
+    """The positions of the tokens of one call, the starts of texts, the padding, and whether a state is needed.
 
     positions_BT: int64, position of each token in its text, from 0; padding repeats the position before it.
     starts_BT: True where a text begins inside a row (packing); None if every row continues its text.
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
 
 class Layer(GradientCheckpointingLayer):
-    """A residual layer: maps (B, T, D) and a state to (B, T, D) in the same dtype and the next state.
+    """The base class of layers: it maps (B, T, D) and a state to (B, T, D), in the same dtype, and the next state.
 
     The streaming law: for every split of x = x1 ++ x2 along time,
 
@@ -40,7 +40,7 @@ class Layer(GradientCheckpointingLayer):
 
 
 class ParameterHolder(nn.Module):
-    """A module with its own parameters that the model initialises, other than PyTorch's Linear, Embedding and norms.
+    """The base class of modules with parameters of their own, which the model initialises.
 
     transformers visits only modules that hold parameters directly, so the initialisation is here and not in the layer.
     """
@@ -55,7 +55,7 @@ class ParameterHolder(nn.Module):
 
 
 def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
-    """Width of each head; refuses a number of heads that does not divide the hidden size, or leaves less than this."""
+    """Return the width of each head, or raise InputError if it is no whole number of at least `fewest`."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:

@@ -16,7 +16,7 @@ PAIR_BLOCK = 64  # pairs are (i, i + 32) inside blocks of 64, as TScale has them
 
 
 class ResidualBlock(Layer):
-    """x += attention(norm(x)), then x += feed_forward(norm(x)).
+    """A layer of two residual parts: x += attention(norm(x)), then x += feed_forward(norm(x)).
 
     Args:
         norm: makes each of the two norms.
@@ -39,7 +39,7 @@ class ResidualBlock(Layer):
 
 
 class GeluFeedForward(nn.Module):
-    """y = W_2 gelu(W_1 x), exact GELU; dropout on the result.
+    """A feed-forward with exact GELU, y = W_2 gelu(W_1 x), and dropout on the result.
 
     Args:
         hidden_size: width D of x and y; the middle is 4 D wide.
@@ -59,7 +59,7 @@ class GeluFeedForward(nn.Module):
 
 
 class TileNorm(nn.Module):
-    """x divided by its root mean square over each tile of the last axis; a zero tile and its gradient stay 0.
+    """Divide x by its root mean square over each tile of the last axis; a zero tile and its gradient stay 0.
 
     Args:
         tile: width of a tile; None is the whole vector.
@@ -77,9 +77,9 @@ class TileNorm(nn.Module):
 
 
 def standardize(x: Tensor, eps: float) -> Tensor:
-    """Mean 0 and standard deviation 1 over the last axis, with the divisor n - 1; eps is added to the deviation.
+    """Shift and scale to mean 0 and standard deviation 1 over the last axis; eps is added to the deviation.
 
-    In float32 or better; the result has the dtype of x.
+    The divisor of the variance is n - 1. Computed in float32 or better; the result has the dtype of x.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(dim=-1, keepdim=True)
@@ -94,7 +94,7 @@ class Angles(NamedTuple):
 
 
 def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> Angles:
-    """Cosine and sine of position * base^(-2 n / D) for pair number n.
+    """Return cosine and sine of the rotary angles, position * base^(-2 n / D) for pair number n.
 
     Args:
         positions_BT: (B, T) positions in the text.

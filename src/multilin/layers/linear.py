@@ -27,7 +27,7 @@ class Arithmetic:
 
 
 class Linear(nn.Linear):
-    """PyTorch's Linear with a choice of arithmetic, see `set_arithmetic`.
+    """PyTorch's Linear, which can also compute in int8 or with rounded weights; see `set_arithmetic`.
 
     `hold_int8` replaces the weight by int8 values and a scale, `weight_int8` and `weight_scale`: buffers, which are
     saved with the model and cannot be trained. `follow_int8` adds them to the parameter, which still gets gradients.
@@ -149,7 +149,7 @@ def weight_of(module: nn.Module, like: Tensor) -> Tensor:
 
 
 def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
-    """W x / sqrt(width of x): with weights of unit variance the result has the variance of x.
+    """Compute W x / sqrt(width of x), which keeps the variance of x if the weights have unit variance.
 
     Args:
         module: a Linear, or an adapter around it, which is then called.
@@ -165,7 +165,7 @@ def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bool = False) -> Tensor:
-    """W p for the products of all pairs in blocks, p[n, k, j] = left[n, k] right[n, j]; see `block_outer`.
+    """Multiply a matrix with the products of all pairs in blocks, p[n, k, j] = left[n, k] right[n, j].
 
     Args:
         module: a Linear of N K J inputs, or an adapter around it, which is then called with all products at once.

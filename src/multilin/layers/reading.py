@@ -34,7 +34,7 @@ class Reading(NamedTuple):
 
 
 class Reader(nn.Module):
-    """A module in which positions read each other.
+    """The base class of modules in which positions read each other; it records the weights for `explain`.
 
     The methods below call ops: they take padding and the starts of texts from the layout, build no state if none is
     needed, and record the weights. A module that calls another op does all this itself, and records with `record`.

@@ -14,7 +14,7 @@ WHOLE = (2**31, 2**31)  # on devices that want much to do at a time
 
 
 class ShortConvolution(ParameterHolder):
-    """y_t = sum_{i < K} w_{K-1-i} * x_{t-i}: per channel a weighted sum of the last K tokens, without bias.
+    """A causal convolution per channel over K tokens, y_t = sum_{i < K} w_{K-1-i} * x_{t-i}, without bias.
 
     Tokens before the text count as 0, and so does padding, which keeps its place between tokens. Computed in float32 or
     better. The state is the last K - 1 inputs, (B, K - 1, D), 0 where there is none; it follows the last token of each

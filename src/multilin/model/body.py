@@ -62,7 +62,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
 
 
 class MultilinModel(MultilinPreTrainedModel):
-    """Maps token ids to the final hidden states for the head: embedding, layers, final norm and scale.
+    """The model without its output projection: embedding, layers, final norm and scale.
 
     One call reads any number of tokens, at the start of a text or from a state; training, prefill and decoding are
     this same call.

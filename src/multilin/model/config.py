@@ -67,7 +67,7 @@ _OF_EVERY_LAYER = tuple(field.name for field in dataclasses.fields(_LayerEntry))
 
 
 class MultilinConfig(PretrainedConfig):
-    """Sizes, embedding and output options, and one entry per layer: so windows, slopes and hybrids are plain data.
+    """The config of a model: sizes, options of embedding and output, and one entry of options per layer.
 
     Args:
         vocab_size: V, number of tokens.

@@ -119,7 +119,7 @@ def create_config(
 
 
 def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
-    """A new model with random weights; arguments as for `create_config`."""
+    """Create a model with random weights; the arguments are the same as for `create_config`."""
     return AutoModelForCausalLM.from_config(create_config(architecture, **sizes))
 
 

@@ -18,7 +18,7 @@ from multilin.settings import load_settings
 
 
 class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGenerationMixin):
-    """A causal language model whose layers are those of the config.
+    """The causal language model: `MultilinModel` with an output projection and a loss.
 
     In training the logits are not returned: the loss is computed a chunk of tokens at a time.
     """

@@ -20,7 +20,7 @@ FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
 
 
 class TextState(Cache):
-    """The states of the embedding and of every layer, in transformers' Cache.
+    """The state of a model, a transformers Cache: the states of the embedding and of every layer.
 
     A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
     `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.

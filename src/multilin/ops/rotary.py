@@ -12,7 +12,7 @@ __all__ = ["rotary"]
 def rotary(
     x: Float[Tensor, "B T H D"], cos: Float[Tensor, "B T P"], sin: Float[Tensor, "B T P"], *, block: int
 ) -> Float[Tensor, "B T H D"]:
-    """Turn each pair of numbers of every head by the angle of its position.
+    """Rotate each pair of numbers of every head by the angle of its position.
 
         y_i = x_i cos - x_j sin        y_j = x_i sin + x_j cos        j = i + block / 2, inside aligned blocks
 

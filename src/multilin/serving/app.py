@@ -40,7 +40,7 @@ def create_app(
     service: Service, *, keys: Sequence[str] = (), origins: Sequence[str] = (), is_loopback: bool = False,
     load_run: "Callable[[], Run] | None" = None, body_bytes: int = 2**24,
 ) -> ASGIApp:  # fmt: skip
-    """The ASGI application.
+    """Create the ASGI application of the server.
 
     Args:
         service: the model with its turns and sessions.

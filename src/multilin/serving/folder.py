@@ -21,7 +21,7 @@ def is_id(kind: str, text: str) -> bool:
 
 
 class Folder(Store):
-    """Files by name, each complete or absent.
+    """A folder or an address with files by name; each file is complete or absent.
 
     A name begins with a kind and random characters, as in turn_4fK.... The files of a kind are spread over subfolders
     by the first two of these characters, so that each subfolder stays small.

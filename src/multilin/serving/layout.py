@@ -118,7 +118,7 @@ Layout = PlainLayout | TemplateLayout
 
 
 def open_layout(codec: TextCodec, folder: Path) -> Layout:
-    """The layout of the model in a folder."""
+    """Return the layout of chat messages for the model in a folder."""
     config: dict[str, Any] = {}
     if (path := folder / "tokenizer_config.json").is_file():
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ log = logging.getLogger("multilin.serve")
 
 
 class Scheduler:
-    """Runs jobs on an engine, in a thread of its own.
+    """A thread that runs requests on an engine, several at a time.
 
     Args:
         engine, codec: the model and its tokenizer.

@@ -29,7 +29,7 @@ log = logging.getLogger("multilin.serve")
 
 
 class Service:
-    """A model with a running scheduler, and the turns and sessions of its users.
+    """A served model: its running scheduler, and the turns and sessions of its users.
 
     Args:
         engine, codec: the model, see `multilin.cli.export.open_engine`.

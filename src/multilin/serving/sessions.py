@@ -35,7 +35,7 @@ class Session:
 
 
 class SessionStore:
-    """Sessions in a folder. Methods wait for the disk; any thread may call them.
+    """A store of sessions in a folder or in memory. Methods wait for the disk; any thread may call them.
 
     Args:
         folder: keeps all sessions; with None there are only those in memory, the last `MOST_IN_MEMORY` that were

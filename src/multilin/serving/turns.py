@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
 
 class TurnStore:
-    """Turns and their states, each the content of a state file. Methods wait for the disk; any thread may call them.
+    """A store of turns and their states, as state files. Methods wait for the disk; any thread may call them.
 
     Args:
         folder: keeps all turns; with None there are only those in memory, and the least recently used are dropped.

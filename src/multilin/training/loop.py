@@ -76,7 +76,7 @@ def train(
     before_step: Callable[[int, PreTrainedModel], object] | None = None,
     began: float | None = None,
 ) -> RunResult:
-    """Train the model that a recipe describes, and leave everything about the run in its output folder.
+    """Train the model that a recipe describes, and write the run to its output folder.
 
     Under torchrun or `accelerate launch` every process calls this and they train together. What a step reads and draws
     at random does not depend on their number, so a run may continue with more or fewer of them. When torchrun starts

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """A finished run.
+    """The result of `train`: the model, its scores, and the run folder.
 
     Attributes:
         output: the run folder; `AutoModelForCausalLM.from_pretrained(output)` loads the model.
@@ -37,11 +37,11 @@ class RunResult:
 
 
 class TrainingFailed(RuntimeError):
-    """The run cannot go on; the message is one sentence and the last complete checkpoint stands."""
+    """The error for a run that cannot continue; its last complete checkpoint is kept."""
 
 
 class TrainingInterrupted(Exception):
-    """A signal ended the run after a checkpoint; the message says how to resume.
+    """The error for a run that a signal ended after a checkpoint; its message says how to resume.
 
     Attributes:
         exit_code: the status of a program that this signal ended, as shells expect it: 130 for SIGINT, 143 for SIGTERM.

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class TrainingProgress:
-    """Receives the progress of a run and ignores it; a subclass overrides the methods it needs.
+    """The receiver of the progress of a run, which ignores it; a subclass overrides the methods that it needs.
 
     Only the main process of a run reports.
     """

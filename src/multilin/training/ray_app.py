@@ -26,7 +26,7 @@ def train_on_ray(
     resume: bool = False,
     max_failures: int = 3,
 ) -> "Result":
-    """Train a recipe on workers of Ray; each calls `train`, with the same outcome as processes of torchrun.
+    """Train a recipe on Ray workers, which compute the same as the processes of torchrun.
 
     Args:
         recipe, changes: see `load_recipe`; paths should be absolute, and reached by all machines.

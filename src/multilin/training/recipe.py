@@ -27,7 +27,7 @@ from multilin.training.start import complete_start
 
 @settings
 class Recipe:
-    """Everything that decides a run."""
+    """All settings of a training run."""
 
     model: ModelRecipe = field(default_factory=ModelRecipe)  # the network
     data: DataRecipe = field(default_factory=DataRecipe)  # the text
@@ -53,7 +53,7 @@ DECIDED_BY_PREPARING = (
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """The recipes that come with the package, name to file."""
+    """Return the built-in recipes as a dictionary of names and files."""
     folder = Path(str(resources.files("multilin") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -67,7 +67,7 @@ def load_recipe(
     overrides: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Read a recipe and change single values of it.
+    """Read a recipe and replace single values.
 
     Args:
         name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path is
@@ -179,7 +179,7 @@ def left_out_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write a recipe as YAML that `load_recipe` reads back to an equal one."""
+    """Write a recipe as a YAML file, which `load_recipe` reads back."""
     write_whole(path, to_yaml(dataclasses.asdict(recipe)))
 
 

@@ -129,7 +129,7 @@ class RowRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A whole comparison.
+    """The result of a comparison: its rows, their order, and which differences are more than noise.
 
     measure: what `score` is, "bits_per_byte" or "accuracy".
     one_tokenizer: whether all rows were trained on the same tokens, so that losses per token can be compared too.

@@ -38,7 +38,7 @@ Stage = Annotated[dict[Name, Tried], MinLen(1), MaxLen(4)]
 
 @settings
 class Budget:
-    """What each run may use up: exactly one of tokens, flops and seconds."""
+    """The budget of each run: exactly one of tokens, flops and seconds."""
 
     tokens: Amount | None = None  # training tokens of a run
     flops: Amount | None = None  # floating-point operations of a run, as `training_flops_per_token` counts them
@@ -52,7 +52,7 @@ class Budget:
 
 @settings
 class Sweep:
-    """A comparison as plain data."""
+    """A comparison as plain data: models, seeds and budget."""
 
     rows: Annotated[dict[Name, Section | None], MaxLen(100)]  # name to fields of the row's recipe, and `recipe`
     title: str = ""  # heading of the report
@@ -80,7 +80,7 @@ def builtin_sweep(task: str | None = None) -> Sweep:
 
 
 def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
-    """The sweep of a file; or one of recipes and models by name; or the built-in one, for no name.
+    """Return the sweep of a file, or a sweep of recipes and models by name; without a name, the built-in sweep.
 
     A model by name takes text, tokenizer, sizes and batches of the first recipe, so that they can be compared.
 

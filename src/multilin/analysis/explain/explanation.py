@@ -163,7 +163,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a model read of a text of T tokens, the first of which is the start token.
+    """The weights with which a model read a text of T tokens, and the effect of each token on its predictions.
 
     token_ids: (T,) the text.
     losses: (T - 1,) -ln p of each token after the start token, in nats.
@@ -197,7 +197,7 @@ def explain(
     batch_size: int = 16,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Explanation:
-    """Read a text and record the weights of every position, then read it again without each of its tokens.
+    """Record the weights with which each position reads a text, and the effect of removing each token.
 
     Args:
         model: a causal language model of transformers, in evaluation mode; for a model of another kind than ours, the

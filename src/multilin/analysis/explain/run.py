@@ -35,7 +35,7 @@ MEANINGS: dict[str, str] = yaml.safe_load(asset("meanings.yaml"))
 
 @dataclass(frozen=True)
 class Report:
-    """An explanation and the texts to show with it.
+    """An explanation, with the texts that its page shows.
 
     run: folder of the run. source: origin of the text, in words. tokens: text of each token; the first is the start
     of the text. characters: the same text in runs of tokens that are whole characters, see `whole_characters`.

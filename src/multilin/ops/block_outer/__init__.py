@@ -24,7 +24,7 @@ def block_outer(
     right: Float[Tensor, "*batch N J"],
     weight: Float[Tensor, "D N K J"],
 ) -> Float[Tensor, "*batch D"]:
-    """Contract the outer products of the blocks of two vectors with a matrix.
+    """Multiply a matrix with the outer products of the blocks of two vectors.
 
         y_d = sum over n, k, j of weight[d, n, k, j] * left[n, k] * right[n, j]
 

@@ -33,7 +33,7 @@ def causal_mixing(
     state: CausalMixingState | Ring | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T D"], CausalMixingState | None]:
-    """Sum of the inputs of a text up to each position, with a weight for each pair of positions.
+    """Sum the inputs of a text up to each position, with one learned weight for each pair of positions.
 
         y_t = sum_{j <= t} c[t, j] x_j + bias_t
 
@@ -90,7 +90,7 @@ def causal_mixing(
 
 
 def lower_triangle(triangle: Float[Tensor, " P"]) -> Float[Tensor, "n n"]:
-    """The matrix (n, n) whose triangle j <= t holds the n (n + 1) / 2 weights row by row, and zeros above.
+    """Return the matrix (n, n) with n (n + 1) / 2 weights in its lower triangle, row by row, and zeros above.
 
     Raises:
         InputError: not a number of weights that a triangle has.

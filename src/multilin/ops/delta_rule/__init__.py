@@ -43,7 +43,7 @@ def delta_rule(
     starts: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T H E"], DeltaRuleState | None]:
-    """Read with a query what a matrix stores under keys, where every token first decays and corrects the matrix.
+    """Read a memory matrix with queries; each token first decays the matrix and corrects the value under its key.
 
         M_t = a_t (1 - b_t k_t k_t^T) M_(t-1) + b_t k_t v_t^T        y_t = M_t^T q_t        a_t = e^(log_decay_t)
 
@@ -104,7 +104,7 @@ def delta_rule_weights(
     padding: Bool[Tensor, "B T"] | None = None,
     starts: Bool[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B H T T"]:
-    """The weights w of y_t = sum_{s <= t} w_ts v_s of `delta_rule` at the start of a text; they may be negative.
+    """Compute the weights w in y_t = sum_{s <= t} w_ts v_s of `delta_rule`, for a text from its start.
 
     Arguments as those of `delta_rule`. A value written by an earlier token weighs less where later keys overwrite it.
 

@@ -58,7 +58,7 @@ def int8_linear(
     backward: Backward = "float",
     parameter: Tensor | None = None,
 ) -> Float[Tensor, "*batch m"]:
-    """A linear map whose product is one of int8 matrices.
+    """Apply a linear map whose matrix product is computed in int8.
 
         y = factor * sx_t * sw * (X W^T) + b        X = round(x_t / sx_t),  W = round(w / sw),  X W^T exact in int32
 
@@ -109,7 +109,7 @@ def int8_block_outer(
     backward: Backward = "float",
     parameter: Tensor | None = None,
 ) -> Float[Tensor, "*batch D"]:
-    """`block_outer` whose contraction is a product of int8 matrices.
+    """Compute `block_outer` with a matrix product in int8.
 
         y_d = factor * sp * sw * sum over n, k, j of W[d, n, k, j] * P[n, k, j]
         P[n, k, j] = round(left[n, k] * right[n, j] / sp)

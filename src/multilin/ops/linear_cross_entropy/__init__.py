@@ -36,7 +36,7 @@ def linear_cross_entropy(
     *,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Sum over rows of the cross entropy of softmax(hidden weight^T + bias) with the targets, in nats.
+    """Sum the cross entropy of softmax(hidden weight^T + bias) with the targets over rows, in nats.
 
     With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 count
     nothing. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
@@ -75,7 +75,7 @@ def token_cross_entropy(
     bias: Float[Tensor, " V"] | None,
     targets: Int[Tensor, " N"],
 ) -> Float[Tensor, " N"]:
-    """The terms that `linear_cross_entropy` sums, (N,) in nats, without gradients; 0 for ignored rows."""
+    """Compute the cross entropy of each row, (N,) in nats, without gradients; 0 for ignored rows."""
     if (rows := _counted_rows(hidden, weight, targets)) is None:
         return _token_losses(hidden, weight, bias, targets, 0.0)
     losses = _token_losses(hidden[rows], weight, bias, targets[rows], 0.0)

@@ -40,7 +40,7 @@ def linear_recurrence(
     padding: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T D"], LinearRecurrenceState | None]:
-    """The hidden states of a minimal GRU, h = 0 before the text.
+    """Compute the hidden states of a minimal GRU; h is 0 before the text.
 
         h_t = (1 - z_t) h_(t-1) + z_t g(u_t)        z_t = sigmoid(k_t)        g(u) = u + 0.5 for u >= 0, else sigmoid(u)
 

@@ -38,7 +38,7 @@ def prefix_softmax(
     starts: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T H D"], PrefixSoftmaxState | None]:
-    """Mean of the values read so far, weighted by the softmax of their logits.
+    """Average the values read so far, weighted by the softmax of one logit per token.
 
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
 

@@ -20,7 +20,7 @@ TILE_NORM = Op(
 def tile_norm(
     x: Float[Tensor, "*batch D"], *, tile: int | None = None, dtype: torch.dtype | None = None
 ) -> Float[Tensor, "*batch D"]:
-    """Each tile of the last axis divided by its root mean square; a zero tile stays 0, and so does its gradient.
+    """Divide each tile of the last axis by its root mean square; a zero tile and its gradient stay 0.
 
         y_i = x_i / sqrt(mean of x_j^2 over the tile of i)
 

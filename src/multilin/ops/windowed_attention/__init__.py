@@ -46,7 +46,9 @@ def windowed_attention(
     starts: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T H E"], WindowedAttentionState | None]:
-    """Mean of the values of earlier tokens, weighted by the softmax of
+    """Average the values of the tokens in a window, weighted by the softmax of query-key products with a decay.
+
+    The logits, for a position t and a token j:
 
         l_{t,j} = scale * q_t . k_j - slope * d + hyper / d        d = t - j, 1 <= d <= window, same text
 

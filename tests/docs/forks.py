@@ -33,7 +33,7 @@ SMALLER: list[tuple[str, dict[str, str]]] = [
     (r"^(train|plan) \w.*--minutes", _VOCABULARY),
     (r"^train.*--training.minutes", _EVERY_STEP | {"--training.minutes": "0.3"}),
     (r"--training.compile", {"--training.compile": "false"}),
-    (r"^compare(?!.*--(seconds|flops))", {"--tokens": "1500"}),
+    (r"^compare(?!.*--(seconds|flops))", {"--tokens": "4000"}),
     (r"^compare.*--seconds", {"--seconds": "1"}),
     (r"^compare", _MODEL | _EVERY_STEP | {"--seeds": "1"}),
     (r"^compare(?!.*--task)", _VOCABULARY),

@@ -41,7 +41,7 @@ ELSEWHERE = {  # what a command begins with or holds, as a regular expression, t
     r"-m benchmarks\b": "measures; tests/benchmarks runs each",
     r"docs/generate\.py": "writes into docs/; tests/docs/test_pages.py compares what it writes",
     r"^(podman|docker|kubectl|helm|systemctl|nginx|caddy)\b": "needs a container or a service manager",
-    r"^#!|sbatch|srun|scontrol": "needs Slurm",
+    r"\b(sbatch|srun|scontrol)\b": "needs Slurm",
     r"--nnodes [2-9]|--rdzv-endpoint": "needs several machines",
     r"^hf |^huggingface-cli|--upload": "sends to the hub",
     r"\bserve run\b": "needs a cluster of Ray; tests/serving/test_ray_app.py runs it",
@@ -75,7 +75,7 @@ RECIPE = "model: {architecture: elita, n_positions: 64}\ndata: {source: my-books
 SWEEP = """\
 base: {data.source: my-books/, model.n_positions: 64}
 rows: {elita: {model.architecture: elita}, gpt2: {model.architecture: gpt2}}
-budget: {tokens: 1500}
+budget: {tokens: 4000}
 output: runs/sweep
 """
 
@@ -168,11 +168,16 @@ def stand_ins(page: Path) -> dict[str, str]:
 
 def words_of(page: Path, block: Block) -> Iterator[list[str]]:
     """The words of each command of a block that runs here; for Python its texts without spaces."""
-    if block.language == "bash":
+    if is_typed(block):
         for command in commands(block.text):
             yield from [] if reason(command) else simple_commands(command)
     elif block.language == "python" and not untried(page, block.text):
         yield re.findall(r'"([^"\s]+)"', block.text)
+
+
+def is_typed(block: Block) -> bool:
+    """True for commands; a block that begins with #! is a script for a batch system."""
+    return block.language == "bash" and not block.text.startswith("#!")
 
 
 def reason(command: str) -> str | None:
@@ -194,7 +199,7 @@ def script(page: Path, port: int) -> str:
     ]
     programs: list[str] = []
     for block in blocks(page):
-        if block.language == "bash":
+        if is_typed(block):
             for command in commands(block.text):
                 if not reason(command):
                     lines += run(command.replace(":8000", f":{port}"), port)

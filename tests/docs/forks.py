@@ -21,7 +21,7 @@ IMPORTED = ["multilin.analysis.compare.run", "multilin.analysis.explain.run", "m
 _MODEL = {"--model.hidden_size": "64", "--model.num_layers": "2"}
 _VOCABULARY = {"--tokenizer.vocab_size": "300"}
 _EVERY_STEP = {"--training.batch_size": "2", "--training.eval_max_tokens": "1000", "--schedule.warmup_steps": "1"}
-_STEPS = _EVERY_STEP | {"--training.max_steps": "4"}
+_STEPS = _EVERY_STEP | {"--training.max_steps": "4", "--training.save_every_steps": "2"}  # a run that can be resumed
 SMALLER: list[tuple[str, dict[str, str]]] = [
     # What the words after multilin match gets these flags; a flag that is given already gets this value.
     (r"^(train|demo)(?!.*(hybrid|--resume|--model.start|--minutes))", _MODEL),

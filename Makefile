@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 QUICK := tests/contract tests/ops/test_all_ops.py tests/training/test_resume.py tests/cli/test_generate.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-quick test-all lint bench docs clean
+.PHONY: demo test test-quick test-all lint bench docs docs-check clean
 
 demo: $(VENV)/.installed  ## train a small model on the text inside Python and read what it generates
 	$(BIN)/multilin demo
@@ -29,6 +29,9 @@ bench: $(VENV)/.installed-dev  ## run all benchmarks but those that need hours, 
 
 docs: $(VENV)/.installed-dev  ## build the documentation site into site/
 	$(BIN)/python -m mkdocs build --strict
+
+docs-check: $(VENV)/.installed-dev  ## run the commands of the pages in small, check all links, build the site: ten minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=5 tests/docs
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "multilin needs Python 3.11 or newer")'

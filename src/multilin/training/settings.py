@@ -98,7 +98,8 @@ class TrainingRecipe:
     @property
     def length(self) -> str:
         """How long the run is, for a message."""
-        return plural(self.num_steps, "step") if self.minutes is None else f"{self.minutes:g} minutes"
+        unit = "minute" if self.minutes == 1 else "minutes"
+        return plural(self.num_steps, "step") if self.minutes is None else f"{self.minutes:g} {unit}"
 
     @property
     def num_steps(self) -> int:

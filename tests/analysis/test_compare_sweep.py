@@ -246,7 +246,7 @@ def test_on_a_task_a_model_beside_a_recipe_has_the_recipes_sizes_and_the_task() 
 
 @pytest.mark.parametrize("name", ["model.architecture", "model.layers"])
 def test_a_flag_makes_no_row_another_model_than_it_is_called(name: str) -> None:
-    with pytest.raises(InputError, match=rf"^--{name}: given, but it tells the rows apart"):
+    with pytest.raises(InputError, match=rf"^--{name}: given, but rows differ in it"):
         changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={name: "elita"})
 
 
@@ -416,5 +416,5 @@ def test_some_rows_are_kept() -> None:
         return list(changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={}, only=only).rows)
 
     assert kept(["gpt2", "elita"]) == ["elita", "gpt2"]
-    with pytest.raises(InputError, match="--only: 'elit' is no row; did you mean 'elita'"):
+    with pytest.raises(InputError, match="--only: there is no row 'elit'; did you mean 'elita'"):
         kept(["elit"])

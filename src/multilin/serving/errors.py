@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error that a client is told of an exception; the field before the colon of an InputError is its `param`."""
+    """The error that a client gets for an exception; the field before the colon of an InputError is its `param`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
@@ -49,7 +49,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first mistake that pydantic found in a body."""
-    # What is wrong within one member of a union says more than that the other members are something else.
+    # An error inside one member of a union says more than errors that the value is not one of the other members.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), None)
     first = first or max(errors, key=lambda error: len(_fields(error["loc"])))
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
@@ -64,7 +64,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "json_invalid" or not path:
         is_unread = isinstance(first.get("input"), bytes)
         hint = "; the header Content-Type should be application/json" if is_unread else ""
-        return ApiError(400, f"body: no JSON object ({message[:100]}){hint}", None, "invalid_json")
+        return ApiError(400, f"body: not a JSON object ({message[:100]}){hint}", None, "invalid_json")
     # Every member of a union has an error of its own.
     same = [error for error in errors if _fields(error["loc"])[: len(field)] == field]
     words = list(dict.fromkeys(_accepted(str(error["msg"])) for error in same))

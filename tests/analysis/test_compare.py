@@ -569,10 +569,12 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     # Of standard deviations of 0.01 and four degrees of freedom: 0.5 +- 2.776 sqrt(2 * 0.01^2 / 3). elita ends after
     # 5 s, when gpt2 is between its validations after 4 and 8 s, at 5 - 1/4.
     assert best_sentence(clear) == (
-        "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
+        "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. "
+        "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
         "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
-        "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %), no spread between seeds for a test."
+        "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
+        "(no spread between seeds for a test)."
     )
     # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
@@ -595,7 +597,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     ("courses", "said"),
     [
         (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
-        (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "gpt2: cannot say whether the difference is noise (too few"),
+        (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),

@@ -159,8 +159,8 @@ MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of th
         (LAST, A, f"{MOST}. Removal confirms this: without 'a' at 1 the prediction changes most, by 0.5 nats."),
         (LAST, B, f"{MOST}. Removal does not confirm this: without 'b' at 2 the prediction changes most, by 0.5 "
          "nats; without 'a' at 1 by 0.02."),
-        ([0, 0.5, -0.7, 0], B, "Its largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: without 'b' "
-         "at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
+        ([0, 0.5, -0.7, 0], B, "Its largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
+         "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
         (LAST, None, "and the start of the text (0.1). Removal was not measured: whether the prediction depends on"),
         (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
         (None, B, "It has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),

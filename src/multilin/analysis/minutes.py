@@ -55,11 +55,11 @@ TABLE = (
 """The smallest first. From the runs in results/minutes.md; rows with 6 and 8 layers are extrapolated."""
 ARCHITECTURE = "tscale"  # has the lowest bits per byte in results/compare.md
 VOCABULARIES = 512, 1024, 2048, 4096, 8192
-ENTRIES = 3.0  # largest vocabulary that a text fills well, over the square root of its bytes
+ENTRIES = 3.0  # largest vocabulary that a text fills well, divided by the square root of its bytes
 MOST_PASSES = 5
 MOST_PARAMETERS = 2 / 3  # per byte of text, outside embeddings and output
 SHORT_RUN = 4, 256  # blocks in a step, and tokens in a block
-LONG_RUN, LONG_TOKENS = (8, 512), 4_000_000  # for runs of at least LONG_TOKENS, which read faster so
+LONG_RUN, LONG_TOKENS = (8, 512), 4_000_000  # for runs of at least LONG_TOKENS; larger steps are faster
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
 BY_HEART = 1.0  # parameters per byte times (passes - 1), from which TScale overfits without a strong weight decay
 BY_HEART_DECAY = 0.05  # in steps of `SHORT_RUN`

@@ -65,7 +65,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         is_unread = isinstance(first.get("input"), bytes)
         hint = "; the header Content-Type should be application/json" if is_unread else ""
         return ApiError(400, f"body: not a JSON object ({message[:100]}){hint}", None, "invalid_json")
-    # Every member of a union has an error of its own.
+    # Every member of a union has its own error.
     same = [error for error in errors if _fields(error["loc"])[: len(field)] == field]
     words = list(dict.fromkeys(_accepted(str(error["msg"])) for error in same))
     repeated = "be " if words[0].startswith("be ") else ""
@@ -85,7 +85,7 @@ def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
 
 
 def _accepted(message: str) -> str:
-    """What pydantic says that a value should be, or have, without the value: `be a valid string`."""
+    """The part of pydantic's message that says what a value should be or have: `be a valid string`."""
     words = re.sub(r"^[A-Z][a-z]+ should ", "", message)
     return re.sub(r" after validation, not \d+$| or (an )?instance of \w+$", "", words)
 

@@ -274,7 +274,7 @@ class Scheduler:
             self._tell(row.job, row.index, Piece(piece, tokens))
 
     def _take_out(self, first: int) -> None:
-        """Take the rows from place `first` on that have ended out of the batch."""
+        """Remove from the batch the rows from place `first` on that have ended."""
         for place in reversed(range(first, len(self._rows))):
             row = self._rows[place]
             if row.end is None:

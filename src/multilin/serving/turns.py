@@ -213,7 +213,7 @@ class TurnStore:
         return content
 
     def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
-        """Delete unfinished files and single states of killed servers, and forget turns that other servers deleted."""
+        """Delete killed servers' unfinished files and lone states, and forget turns that other servers deleted."""
         if self.folder is None:
             return
         with self._lock:
@@ -229,7 +229,7 @@ class TurnStore:
                 self.folder.remove(name)
 
     def _list(self, prefix: str) -> Mapping[str, int]:
-        """Take up the turns in the folder whose ids begin with `prefix`; returns the sizes of their files."""
+        """Add the folder's turns whose ids begin with `prefix`, and return the sizes of their files."""
         sizes = {} if self.folder is None else self.folder.sizes(prefix)
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:

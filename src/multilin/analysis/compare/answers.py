@@ -137,7 +137,9 @@ def _tuned_unlike(comparison: Comparison) -> str:
     rows = [comparison.row(name) for name in comparison.order]
     if not any(RATE in stage for stage in comparison.stages):
         rates = {row.recipe["optimizer"]["learning_rate"] for row in rows}
-        has = "all rows have the same" if len(rates) == 1 else "each row has the rate of its recipe or of the sweep"
+        has = (
+            "all rows have the same rate" if len(rates) == 1 else "each row has the rate of its recipe or of the sweep"
+        )
         return f"The learning rates were not tuned: {has}."
     # Trials of further values are not counted, as they follow the same rule in every row.
     most = math.prod(map(len, comparison.stages[0].values())) if len(comparison.stages) == 1 else math.inf
@@ -211,7 +213,9 @@ def _at_equal_seconds(comparison: Comparison) -> str:
     difference = pairwise(scores, measure, guessing)[0]
     if not difference.difference:
         return f"{when} {leader} and {difference.one} are equal{unknown}."
-    noise = ", within noise" if difference.within_noise else f", {difference.unknown}" if difference.unknown else ""
+    noise = ", within noise" if difference.within_noise else ""
+    if difference.unknown:
+        noise = f"; cannot say whether the difference is noise ({difference.unknown})"
     return f"{when} {leader} leads, {_ahead(comparison, difference)}{noise}{unknown}."
 
 
@@ -349,4 +353,4 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
         if further:
             yield f"Where the best {name} was the lowest or highest of these, more were tried: {'; '.join(further)}."
         if at_end:
-            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: one beyond may do better."
+            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond it may be better."

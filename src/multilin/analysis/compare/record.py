@@ -117,7 +117,7 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """The runs of tuning, then those of the seeds, each once."""
+        """The runs of tuning, then the runs of the seeds, each once."""
         scored = {run.folder: run for run in self.runs}
         return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 
@@ -238,7 +238,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 def make_row(
     plan: Plan, recipe: dict[str, Any], runs: list[RunRecord], tuning: list[RunRecord], measure: str, colour: int
 ) -> RowRecord:
-    """The record of a row from those of its runs."""
+    """The record of a row from the records of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
     remarks = list(plan.remarks)
     if failures := dict.fromkeys(run.failure for run in runs if run.failure):

@@ -292,7 +292,7 @@ def seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress
     path = output / SPEED_FILE
     speeds = read_speeds(path) if path.is_file() else {}
     times: dict[str, list[float]] = {}
-    for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute slows all rows
+    for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute slows every row
         for plan in plans:
             if (name := plan.speed_name) not in speeds:
                 progress.message(f"measuring the speed of {name}")

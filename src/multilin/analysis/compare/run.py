@@ -75,7 +75,7 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         for plan, runs in zip(plans, tuning.values(), strict=True)
     }
     runs: dict[str, list[RunRecord]] = {name: [] for name in best}
-    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # seed by seed: rows compare early
+    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # seed by seed, to compare rows early
         runs[name].append(training.run(plan, seed))
     rows = []
     for name, plan in best.items():

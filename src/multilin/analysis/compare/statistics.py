@@ -29,7 +29,7 @@ class Difference:
     interval: of the difference, with a probability of 95 %.
     p: probability of a difference at least this large between rows that do not differ, corrected by Holm's method for
         all pairs that were tested.
-    unknown: the reason why there are no interval and no p; empty if there are.
+    unknown: why there is no interval and no p; empty if there are both.
     """
 
     one: str

@@ -165,7 +165,7 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
-    """Dotted names as nested dictionaries; messages name `where` in the sweep file they are, or `--` for flags.
+    """Turn dotted names into nested dictionaries; `where` is their place in the sweep file, or `--` for flags.
 
     Raises:
         InputError: a field that the sweep decides.
@@ -226,7 +226,7 @@ def changed(
     Args:
         sweep: of a file, or built in.
         budget: replaces the sweep's if one is given.
-        num_seeds: number of seeds, from 0 on; None keeps the sweep's.
+        num_seeds: number of seeds, which are 0, 1, ...; None keeps the sweep's.
         task: replaces the sweep's.
         changes: dotted fields of the recipe to their values, for every row; `output` is the sweep's.
         only: names of the rows to keep; None keeps all.

@@ -22,7 +22,7 @@ from multilin.runs.load import longest_text
 NUM_GUESSES = 3
 
 ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers gives it."
-MEAN = "A weight is the mean of the shares over all layers and heads, each token's weight on itself is included."
+MEAN = "A weight is the mean of the shares over all layers and heads; each token's weight on itself is included."
 FEWEST_RANKED = 3  # tokens, for a rank correlation that means something
 MOST_LOGITS = 2**24  # in one forward pass
 

@@ -105,7 +105,7 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and those of its turns that no other session has."""
+    """Delete a session, and its turns that no other session has."""
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)

@@ -353,4 +353,4 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
         if further:
             yield f"Where the best {name} was the lowest or highest of these, more were tried: {'; '.join(further)}."
         if at_end:
-            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond it may be better."
+            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond may be better."

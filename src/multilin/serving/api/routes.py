@@ -96,7 +96,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     if session is not None and (body.n or 1) > 1:
-        raise ApiError(400, f"n: {body.n} given, but a session has one answer; give 1", "n")
+        raise ApiError(400, f"n: {body.n} given, but a session gets one answer; give 1", "n")
     messages = [message.plain() for message in body.messages]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -58,7 +58,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
         ({"rows": {"a": {"recipe": 3}}}, "rows.a.recipe: 3 given, but it should be the name or path of a recipe"),
-        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row is named by"),
+        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but names of rows have only"),
         ({"rows": {}}, "rows: none given"),
         (
             {"rows": {"elita": {"model.start": "x"}}},

@@ -68,7 +68,7 @@ def examine() -> Checkup:
         if (reasons := _reasons(name, device))
     ]
     if torch.get_num_threads() < cores:
-        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
+        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')}; set OMP_NUM_THREADS")
     return Checkup(
         versions={name: installed_version(name) for name in PACKAGES}, python=platform.python_version(),
         platform=platform.platform(), device=device_name(device), threads=torch.get_num_threads(), cores=cores,

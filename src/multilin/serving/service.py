@@ -147,7 +147,7 @@ class Service:
         if parent is not None and (parent.num_unknown or parent.unread_ids or prompt.token_ids):
             kept = self.turns.get(ask.owner, parent.id)
             if kept is None:
-                raise ApiError(404, f"the turn {parent.id} is no longer kept", "session", NOT_FOUND)
+                raise ApiError(404, f"session: the turn {parent.id} is no longer kept", "session", NOT_FOUND)
         else:  # a new text, or one whose last token is read again to predict the next
             kept = None if ask.prompt_logprobs else self.turns.longest(ask.owner, known_ids)
         before, state = kept or (None, None)

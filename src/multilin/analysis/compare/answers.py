@@ -82,7 +82,7 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
         if not comparison.is_ranked:
             return guesses or "not ranked"
         alone, leads = len(comparison.order) == 1, len(comparison.best) > 1
-        return "alone" if alone else "best mean" if leads else "best"
+        return "only row" if alone else "best mean" if leads else "best"
     text = difference_text(comparison, difference)
     if comparison.measure == "bits_per_byte":
         text += f" ({share_text(difference)})"

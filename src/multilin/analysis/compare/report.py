@@ -128,7 +128,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "title": comparison.title,
-        "summary": f"{seeds}, {budget_text(comparison)} a run, on {comparison.task or ', '.join(sources)}.",
+        "summary": f"{seeds}, {budget_text(comparison)} per run, on {comparison.task or ', '.join(sources)}.",
         "answers": answers(comparison),
         "columns": list(COLUMNS),
         "cells": table(comparison),

@@ -188,7 +188,7 @@ def check_sweep(sweep: Sweep) -> None:
         raise InputError("rows: none given; a sweep compares at least one row")
     for name in sweep.rows:
         if not _ROW_NAME.fullmatch(name):
-            raise InputError(f"rows: {shown(name)} given, but a row is named by letters, digits and . _ + -")
+            raise InputError(f"rows: {shown(name)} given, but names of rows have only letters, digits and . _ + -")
     if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
         raise InputError(f"seeds: {sweep.seeds} given, but it should be a list of different numbers, such as [0, 1, 2]")
     if len(sweep.budget.given) != 1:

@@ -81,7 +81,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"stages": [{}]}, "stages.0: {} given, but it should be of at least 1 entries"),
         (
             {"stages": [{"data.source": ["a"]}]},
-            "stages.0.data.source: given, but optimizer, schedule, model, tokenizer and training are",
+            "stages.0.data.source: given, but optimizer, schedule, model, tokenizer and training can be tuned",
         ),
         ({"stages": [{"training.seed": [1]}]}, "stages.0.training.seed: [1] given, but give `seeds`"),
         ({"stages": [{"optimizer.rate": [1]}]}, "rows.elita: stages.optimizer.rate: unknown field"),
@@ -103,7 +103,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"stages": [{f"optimizer.{n}": list(range(99)) for n in "ab"}]}, "stages.0: 9801 combinations given"),
         (
             {"budget": {"tokens": 1e30}},
-            "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita; give less",
+            "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita, more than 100,000,000; give less",
         ),
         ({"extend": -1}, "extend: -1 given, but it should be at least 0"),
         (
@@ -367,7 +367,7 @@ def test_a_multiple_of_an_integer_is_one_and_yaml_writes_floats_as_integers(best
     assert (found, list(map(type, found))) == (tried, list(map(type, tried)))
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "results"
 SWEEPS = sorted(RECIPES.glob("*/*.yaml"))
 
 

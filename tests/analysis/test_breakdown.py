@@ -205,5 +205,5 @@ def test_memory_does_not_grow_with_a_long_text(make_run: Callable[[str], Run], t
 
 def test_models_that_cannot_read_long_texts_say_so(make_run: Callable[[str], Run]) -> None:
     for architecture in ("additive", "linear_mixer", "gpt2", "llama"):
-        with pytest.raises(InputError, match=r"^long: this model reads at most 32 tokens; leave --long out"):
+        with pytest.raises(InputError, match=r"^long: this model reads at most 32 tokens; leave out --long"):
             check_reads_any_length(make_run(architecture))

@@ -171,7 +171,7 @@ def test_a_failed_row_is_shown_as_failed_and_the_rest_stands(found: Comparison, 
     assert "is nan" in broken.runs[0].failure
     assert sorted(found.order) == ["elita", "gpt2"]
     assert "<strong>broken</strong> failed: the " in (sandbox / "runs" / "comparison.html").read_text()
-    assert any(remark == "No figures of broken, which failed." for remark in found.remarks)
+    assert any(remark == "No figures for broken: all runs failed." for remark in found.remarks)
 
 
 def test_the_state_of_gpt2_grows_and_that_of_elita_does_not(found: Comparison) -> None:
@@ -241,7 +241,7 @@ def test_a_stopped_comparison_says_how_it_goes_on(
         raise TrainingInterrupted("stopped after step 5 of 10; its checkpoint is saved", 2)
 
     monkeypatch.setattr("multilin.analysis.compare.run.train", interrupted)
-    with pytest.raises(TrainingInterrupted, match=f"elita-s0 stopped after step 5 of 10; the {command} goes on there"):
+    with pytest.raises(TrainingInterrupted, match=f"elita-s0 stopped after step 5 of 10; the {command} resumes there"):
         compare(a_sweep(sandbox, "interrupted", rows={"elita": {}}), overwrite=overwrite)
 
 
@@ -286,7 +286,7 @@ def test_a_stage_is_tried_on_one_seed_and_the_best_trained_with_all(sandbox: Pat
     assert row.choice == {"optimizer.learning_rate": 1e-2}
     assert row.recipe["optimizer"]["learning_rate"] == 1e-2
     assert [run.folder for run in row.runs] == ["elita-s0-lr0.01", "elita-s1-lr0.01"]
-    assert any("is at the end of what was tried" in remark for remark in found.remarks)
+    assert any("is the lowest or highest tried" in remark for remark in found.remarks)
 
 
 class Ahead(TrainingProgress):
@@ -334,8 +334,10 @@ def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], stages=stages), extend=2)
     found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
-    assert any("tried further: 0.001, 0.01 for elita" in remark for remark in found.remarks)
-    assert any("The best optimizer.learning_rate of elita is at the end" in remark for remark in found.remarks)
+    assert any("more were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
+    assert any(
+        "The best optimizer.learning_rate of elita is the lowest or highest" in remark for remark in found.remarks
+    )
 
 
 STAGES = [
@@ -454,7 +456,7 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
     assert found.measure == "bits_per_byte"
     assert any("losses per token cannot be compared; bits per byte can" in remark for remark in found.remarks)
     assert [d.p for d in found.differences] == [None]
-    assert "cannot be told from it (too few seeds for a test)" in best_sentence(found)
+    assert "cannot say whether the difference is noise (too few seeds for a test)" in best_sentence(found)
     assert "too few seeds for a test" in (sandbox / "tokenizers" / "comparison.md").read_text()
 
 
@@ -569,11 +571,12 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     # Of standard deviations of 0.01 and four degrees of freedom: 0.5 +- 2.776 sqrt(2 * 0.01^2 / 3). elita ends after
     # 5 s, when gpt2 is between its validations after 4 and 8 s, at 5 - 1/4.
     assert best_sentence(clear) == (
-        "The learning rates were not tuned alike: this comparison tried none, and each row has the one of its recipe "
-        "or of the sweep. elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
+        "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. "
+        "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
         "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
-        "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %), no spread between seeds for a test."
+        "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
+        "(no spread between seeds for a test)."
     )
     # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
@@ -586,7 +589,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     alone = ranked(dataclasses.replace(clear, rows=[clear.row("elita")]))
     assert best_sentence(alone).startswith("elita has 2.000 ± 0.010 bits per byte")
     assert "tuned" not in best_sentence(alone)
-    assert [verdict(x, x.row("elita")) for x in (alone, clear)] == ["alone", "best"]
+    assert [verdict(x, x.row("elita")) for x in (alone, clear)] == ["only row", "best"]
     assert re.match(
         r"After [\d,]+ tokens elita generates [\d,]+ tokens a second, with a state of", cost_sentence(alone)
     )
@@ -596,9 +599,9 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     ("courses", "said"),
     [
         (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
-        (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "gpt2 cannot be told from it (too few seeds"),
+        (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
-        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "gpt2 cannot be told from it (no spread between seeds for a test)."),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),
         (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), and gpt2 the same; gpt2"),
     ],
@@ -629,11 +632,11 @@ RATES = {"optimizer.learning_rate": [1e-3, 2e-3, 4e-3]}
 @pytest.mark.parametrize(
     ("stages", "trials", "sentence"),
     [
-        ([], (0, 0), "The learning rates were not tuned alike: this comparison tried none, and each"),
-        ([{"optimizer.weight_decay": [0, 1]}], (2, 2), "The learning rates were not tuned alike: this"),
+        ([], (0, 0), "The learning rates were not tuned: each row has the rate of"),
+        ([{"optimizer.weight_decay": [0, 1]}], (2, 2), "The learning rates were not tuned: each"),
         ([RATES], (3, 3), "elita is best"),
         ([RATES], (3, 5), "elita is best"),  # gpt2's best was twice the last of those tried
-        ([RATES, {"model.hidden_size": [16, 24]}], (4, 5), "The rows were not tuned alike: elita had 4 trials and"),
+        ([RATES, {"model.hidden_size": [16, 24]}], (4, 5), "The rows were not tuned equally: elita had 4 trials and"),
         ([RATES, {"model.hidden_size": [16, 24]}], (5, 5), "elita is best"),
     ],
 )  # fmt: skip
@@ -693,7 +696,7 @@ def test_guessing_is_not_called_best(guessed: Comparison, capsys: pytest.Capture
     assert (sorted(guessed.at_chance), guessed.best, guessed.differences) == (["elita", "gpt2"], [], [])
     for text in shown_in(guessed, capsys).values():
         assert (
-            "No row has learned it: with 320 training tokens for each run, none is above chance, which is 50.0 %"
+            "No row has learned the task: with 320 training tokens for each run, none is above chance, 50.0 % of the"
             in text
         )
         assert not re.search(
@@ -718,7 +721,7 @@ def test_a_row_at_chance_is_said_to_be(
     assert "Chance is 50.0 %. gpt2 is no better than chance. At equal seconds" in sentence
     assert "; no better than chance" in verdict(comparison, comparison.row("gpt2"))
     assert all(sentence in text for text in shown_in(comparison, capsys).values())
-    assert speed_sentence(comparison).startswith("There are not two rows that are better than chance")
+    assert speed_sentence(comparison).startswith("Fewer than two rows are better than chance")
 
 
 def test_rows_at_chance_are_not_compared_with_each_other() -> None:
@@ -775,16 +778,14 @@ def test_nothing_is_best_where_a_row_left_its_budget(
         assert comparison.order == ["elita", "gpt2"]
         assert all("elita is best with 30 seconds" in shown[place] for place in ("html", "markdown"))
         return
-    assert sentence.startswith(
-        "Nothing is said about which row is best: each run had a budget of 30 seconds of training"
-    )
+    assert sentence.startswith("The rows are not ranked: each run had a budget of 30 seconds of training")
     assert f"gpt2 used {seconds[1]:g} seconds of training" in sentence
     assert all(sentence in text for text in shown.values())
     assert comparison.order == ["gpt2", "elita"]  # as in the sweep
     assert comparison.differences == []
     for text in shown.values():
         assert not re.search(r"is best with|class=\"best\"|>best<|\| best \||\bbest +\d|within noise of", text)
-    assert shown["terminal"].count("not ranked") == 2
+    assert shown["terminal"].count("not ranked") == 3
 
 
 def test_the_command_to_type_next_follows_from_the_result(found: Comparison, guessed: Comparison) -> None:

@@ -232,7 +232,7 @@ def test_a_step_that_would_take_long_is_estimated(
     found = plan(recipe(**changes), kind="cpu", **settings)
     assert steps_measured == []
     efficiency = settings.get("efficiency", 0.4)
-    assert found.basis == f"{efficiency:.0%} of the speed of matrix products on this machine, which is assumed"
+    assert found.basis == f"{efficiency:.0%} of the speed of matrix products on this machine is assumed"
     assert found.seconds_per_step == pytest.approx(found.tokens_per_step * found.flops_per_token / 1e11 / efficiency)
 
 

@@ -137,9 +137,9 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
     assert len({row["first"] for row in rows}) == 1
     weights = np.mean([row["values"] for row in rows], axis=0)
     place = rows[0]["first"] + int(np.abs(weights).argmax())
-    assert f" weighed {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
+    assert f" largest weights: {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
     if arguments:
-        assert answer.endswith("was not checked by removing them.")
+        assert answer.endswith("whether the prediction depends on them is not known.")
     else:
         effects = np.array(content["removal"]["divergence"][-1]["values"][:-1], dtype=float)
         strongest = int(np.nanargmax(effects))
@@ -150,23 +150,23 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
 
 
 A, B, LAST = [np.nan, 0.5, 0.02, 1.0], [np.nan, 0.02, 0.5, 1.0], [0.1, 0.6, 0.05, 0.25]
-MOST = "It weighed 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
+MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
 
 
 @pytest.mark.parametrize(
     ("weights", "effects", "said"),
     [
-        (LAST, A, f"{MOST} most. Removal confirms it: without 'a' at 1 the prediction changes most, by 0.5 nats."),
-        (LAST, B, f"{MOST} most. Removal does not confirm it: without 'b' at 2 the prediction changes most, by 0.5 "
+        (LAST, A, f"{MOST}. Removal confirms this: without 'a' at 1 the prediction changes most, by 0.5 nats."),
+        (LAST, B, f"{MOST}. Removal does not confirm this: without 'b' at 2 the prediction changes most, by 0.5 "
          "nats; without 'a' at 1 by 0.02."),
-        ([0, 0.5, -0.7, 0], B, "It weighed 'b' at 2 (-0.7) and 'a' at 1 (0.5) most. Removal confirms it: without 'b' "
-         "at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
-        (LAST, None, "and the start of the text (0.1) most. Whether the prediction depends on them was not checked"),
-        (LAST, [np.nan, 1e-3, 0, 1.0], "most. Removing any token before the last one changes the prediction by less"),
-        (None, B, "Its weights cannot be shown. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
-        (None, None, "Its weights cannot be shown. Whether the prediction depends on them was not checked"),
+        ([0, 0.5, -0.7, 0], B, "Its largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
+         "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
+        (LAST, None, "and the start of the text (0.1). Removal was not measured: whether the prediction depends on"),
+        (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
+        (None, B, "It has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
+        (None, None, "It has no readable weights. Removal was not measured: whether"),
         ([0, 0, 0, 0], A, "Its layers read no token at the last position. Without 'a' at 1 the"),
-        (LAST, [np.nan] * 4, "most. There is no token before the last one to remove."),
+        (LAST, [np.nan] * 4, "(0.1). There is no token before the last one to remove."),
     ],
 )  # fmt: skip
 def test_what_is_weighed_most_is_checked_by_removal(
@@ -230,7 +230,7 @@ def test_json_is_what_is_written(run_folder: Callable[[str], Path], cli: Call, t
 def test_a_model_that_gives_no_weights_away_shows_removal(explained: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multilin.analysis.explain.explanation.attentions", lambda *_: [])
     content, page, shown = explained("gpt2")
-    assert content["finding"].startswith("This model gives no weights away; what the removal")
+    assert content["finding"].startswith("This model has no readable attention weights; the effect of")
     assert content["steps"] == []
     assert content["finding"] in " ".join(shown.split())
     assert content["finding"] in page

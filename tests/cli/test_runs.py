@@ -50,7 +50,7 @@ def test_evaluate_warns_where_the_text_of_the_run_has_changed(trained: Path, tmp
     (tmp_path / "text.txt").write_text(Path(recipe.data.source).read_text() + "the dog ran\n" * 20)
     validation_text(run, recipe)
     changed = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, source=str(tmp_path / "text.txt")))
-    with pytest.warns(UserWarning, match="is not the text it was when .* was trained"):
+    with pytest.warns(UserWarning, match="has changed since .* was trained"):
         validation_text(run, changed)
 
 
@@ -224,7 +224,7 @@ def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--long"], "long: this model reads at most 32 tokens; leave --long out, and it reads in blocks"),
+        (["--long"], "long: this model reads at most 32 tokens; leave out --long to read in blocks"),
         (["--tasks", "x", "--long"], "--long: given with --tasks, but tasks have their own texts"),
         (["--tasks", "x", "--source", "y"], "--source: given with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),

@@ -202,7 +202,7 @@ def test_servers_that_refuse_or_are_none(talk: Talk, start: Start, run: Run, mon
         (server.url, ("--api-key", "secret", "--session", "a/b"), "--session: 'a/b' given"),
         ("http://127.0.0.1:9", (), "does not answer"),
         ("http://a..b", (), "does not answer"),
-        ("http://host:port", (), "no address of a server"),
+        ("http://host:port", (), "is not the address of a server"),
         (server.url + "/health?", (), "POST is not allowed"),
         (str(run.folder), ("--session", "session_x"), "is not a server's address"),
         (str(run.folder / "nothing"), (), "nothing"),

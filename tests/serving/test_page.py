@@ -117,7 +117,7 @@ def test_page_streams_branches_switches_and_shows_what_was_read(start: Start, ru
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("[aria-current]") == PROMPT[0]
-    assert page.inner_text("#read-most").startswith(f'After "{PROMPT[0]}" it read most: ')
+    assert page.inner_text("#read-most").startswith(f'Largest weights after "{PROMPT[0]}": ')
     weights = page.eval_on_selector_all(".token", "all => all.map(e => +e.style.getPropertyValue('--weight'))")
     assert max(weights[:2]) == 1
     assert not any(weights[2:])

@@ -21,12 +21,12 @@ from multilin.model.memory import check_memory, parameter_bytes
 from multilin.runs.load import load_model, longest_text
 
 BACKWARD_AND_FORWARD = 3
-"""The backward pass computes two products for each of the forward pass: one for the inputs, one for the weights."""
+"""For each product of the forward pass, the backward pass computes two: for the inputs and for the weights."""
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer.
+    """The size and the costs of one layer.
 
     options: options of the layer, as in config.json.
     state_bytes: bytes of the state after one token.
@@ -43,13 +43,13 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A whole model.
+    """The size and the costs of a model.
 
     parameters: number of all parameters; a tensor that is used twice (tied output) counts once.
     embedding_parameters: number of parameters in embeddings and the output projection.
-    flops_per_token: floating-point operations to read one token after another and predict the next: matrix products
-        and attention, a multiplication and an addition counted as two; pointwise work is not counted.
-    flops_growth: further operations for each earlier token.
+    flops_per_token: floating-point operations to read the second token of a text and predict the next: matrix
+        products and attention, a multiplication and an addition count as two; pointwise work is not counted.
+    flops_growth: further operations for each further token that was read before.
     state_bytes, state_growth: as for a layer, for all layers together.
     longest_text: largest number of tokens the model can read; None for no limit.
     """
@@ -66,7 +66,7 @@ class ModelInfo:
 
 
 def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | None]:
-    """Describe the model of a folder, or a new one of an architecture at these sizes.
+    """Describe the model in a folder, or a new model of an architecture with these sizes.
 
     Returns:
         The description, and the architecture if `name` is one of ours (not a folder, not a baseline).
@@ -96,7 +96,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
 def describe_model(model: PreTrainedModel) -> ModelInfo:
     """Count a model's parameters, and measure the operations and the state of two decoding steps.
 
-    The second step reads a third token; a model of two tokens at most has none, and no growth.
+    The second step measures the growth. A model that reads at most two tokens has no second step and no growth.
     """
     longest = longest_text(model.config)
     flops, states = _decoding_costs(model, 1)
@@ -118,7 +118,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
 
 def _layers(model: PreTrainedModel, states: list[int], next_states: list[int]) -> list[LayerInfo]:
     stack = layers_of(model)
-    # Models of ours say what each layer is; the others have layers of one kind and no options per layer.
+    # Models of multilin list their layers; other models have layers of one kind and no options per layer.
     entries = getattr(model.config, "layers", None) or [{"architecture": model.config.model_type}] * len(stack)
     return [
         LayerInfo(
@@ -134,7 +134,7 @@ def _layers(model: PreTrainedModel, states: list[int], next_states: list[int]) -
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """The numbers of all parameters, and of those in embeddings and the output; a shared tensor counts once."""
+    """The number of all parameters, and of parameters in embeddings and output; a shared tensor counts once."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding) or module in ends)
     return _count_parameters(model), _count_parameters(nn.ModuleList(embeddings))
@@ -149,18 +149,17 @@ def _count_parameters(module: nn.Module) -> int:
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
     """Floating-point operations of training per token, in blocks of `length` tokens.
 
-    This is three times the number of operations in the products of one forward pass, as they are computed (counted by
-    PyTorch; a multiplication and an addition are two). So a weight counts 6 per token, attention of GPT-2 and Llama
-    counts the whole square of the block, windowed attention its tiles, and causal mixing the whole square. Running
-    means, norms, activations and recomputation are not counted. The model is on the CPU, where every product is
-    computed by PyTorch.
+    This is three times the operations of the matrix products of one forward pass, as PyTorch counts them (a
+    multiplication and an addition are two). A weight counts 6 per token. Attention of GPT-2 and Llama and causal mixing
+    count the whole square of the block, windowed attention its tiles. Running means, norms, activations and
+    recomputation are not counted. The model must be on the CPU, where PyTorch computes every product.
     """
     ids = torch.zeros((1, length), dtype=torch.long)
     return BACKWARD_AND_FORWARD * float(forward_flops(model, ids, use_cache=False)) / length
 
 
 def state_bytes(cache: Cache) -> list[int]:
-    """Bytes of the tensors of each layer in a model's cache."""
+    """Bytes of each layer's tensors in a model's cache."""
     layers = cache.parts[1:] if isinstance(cache, TextState) else [vars(layer) for layer in cache.layers]
     return [sum(x.nbytes for x in tree_leaves(layer) if isinstance(x, Tensor)) for layer in layers]
 
@@ -175,9 +174,9 @@ def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[in
 
 
 def forward_flops(model: nn.Module, ids: Tensor, **arguments: Any) -> int:
-    """Floating-point operations in the products of one forward pass; `arguments` are those of the model."""
-    # Fused attention is not counted on every device; the plain one is made of products that are. PyTorch does not count
-    # integer products, whose factors have these shapes.
+    """Floating-point operations in the products of one forward pass; the model gets `arguments`."""
+    # PyTorch does not count fused attention on every device, so plain attention is used. It does not count integer
+    # products either; they are counted from the shapes of their factors.
     products = {torch.ops.aten._int_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1]}
     counter = FlopCounterMode(display=False, custom_mapping=products)
     with evaluation_mode(model), counter, sdpa_kernel(SDPBackend.MATH):

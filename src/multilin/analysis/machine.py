@@ -1,4 +1,4 @@
-"""What this machine offers, and the settings of its memory allocator."""
+"""The properties of this machine that decide how fast models run, and its memory allocator."""
 
 import ctypes
 import importlib.metadata
@@ -20,7 +20,7 @@ PACKAGES = (
     "multilin", "torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors", "numba", "triton",
     "tensorboard",
 )  # fmt: skip
-# Beginnings of the names of instruction sets that decide how fast matrix products are, in bf16 and int8 above all.
+# Prefixes of instruction sets that decide how fast matrix products are, above all in bf16 and int8.
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "avx10", "amx", "sve", "bf16", "i8mm", "dotprod")
 VARIABLE = "MULTILIN_ALLOCATOR"
 
@@ -33,13 +33,13 @@ class Checkup:
     """The properties of this machine.
 
     versions: package to version, or None where it is not installed.
-    device: where models run; threads: of PyTorch on the CPU; cores: this process may use.
-    precision: what `precision: auto` trains in here.
+    device: the device that models run on. threads: PyTorch's threads on the CPU. cores: usable by this process.
+    precision: the precision that `precision: auto` chooses here.
     cpu_features: the processor's instruction sets among CPU_FEATURES.
     freed_memory: whether the command line keeps freed memory, see `keep_freed_memory`.
     backends: op to the name of its implementation on the device.
-    gpu_backends: op to its implementation on a GPU, and why it is not used here; for ops that have one.
-    warnings: sentences about slow parts.
+    gpu_backends: op to its GPU implementation, if it has one, and why it is not used here.
+    warnings: sentences about what makes this machine slow.
     """
 
     versions: dict[str, str | None]
@@ -68,7 +68,7 @@ def examine() -> Checkup:
         if (reasons := _reasons(name, device))
     ]
     if torch.get_num_threads() < cores:
-        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')} (OMP_NUM_THREADS)")
+        warnings.append(f"PyTorch uses {torch.get_num_threads()} of {plural(cores, 'core')}; set OMP_NUM_THREADS")
     return Checkup(
         versions={name: installed_version(name) for name in PACKAGES}, python=platform.python_version(),
         platform=platform.platform(), device=device_name(device), threads=torch.get_num_threads(), cores=cores,
@@ -81,7 +81,7 @@ def examine() -> Checkup:
 
 
 def _reasons(op: str, device: torch.device) -> str:
-    """Why implementations of an op that would be preferred on this device are not used; empty if there are none."""
+    """Why faster implementations of an op are not used on this device; empty if there are none."""
     reasons = [
         f"{backend.name}: {reason}"
         for backend in all_ops()[op].backends
@@ -91,7 +91,7 @@ def _reasons(op: str, device: torch.device) -> str:
 
 
 def _gpu_backends() -> dict[str, str]:
-    """The preferred implementation of each op that has one of its own for GPUs."""
+    """The preferred GPU implementation of each op that has one, and why it is not used here."""
     preferred: dict[str, str] = {}
     for name, op in all_ops().items():
         if backend := next((backend for backend in op.backends if backend.device == "cuda"), None):
@@ -109,14 +109,14 @@ def installed_version(package: str) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of a device, and its name where the system tells it."""
+    """The kind of a device, and its name if the system gives one."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.device_count()} x {torch.cuda.get_device_name()})"
     return device.type if device.type != "cpu" else f"cpu ({cpu_name()})"
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name as the system gives it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -124,7 +124,7 @@ def cpu_name() -> str:
 
 
 def why_not() -> str | None:
-    """The reason why this process gives freed memory back to the system; None if it can keep it."""
+    """Why this process gives freed memory back to the system; None if it can keep freed memory."""
     if os.environ.get(VARIABLE) == "system":
         return f"{VARIABLE}=system is set"
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":

@@ -1,8 +1,8 @@
-"""`train --minutes`: from a text and minutes to a recipe, by the measured speed of this machine and a table of models.
+"""`train --minutes`: choose a recipe for a text and a time, by this machine's measured speed and a table of models.
 
-Each row of the table is a model and the fewest training tokens that it is worth. Rows are measured on this machine, the
-smallest first; the largest one for which enough tokens fit into the time is picked. A small text bounds the choice: by
-parameters for each byte, by passes, and by a vocabulary that grows with the square root of the text at most.
+Each row of the table is a model size and the fewest training tokens for which that size pays. Sizes are measured on
+this machine, the smallest first; the largest size that reads enough tokens in the time is picked. A small text limits
+the choice: the parameters per byte, the passes, and the vocabulary, by the square root of the text's bytes.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from multilin.training.time_limit import ENDING, FIRST_SAVE
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A row of the table: width, depth and vocabulary, for runs in which it reads at least so many tokens."""
+    """A row of the table: width, depth and vocabulary, for runs of at least `fewest_tokens` training tokens."""
 
     fewest_tokens: float
     hidden_size: int
@@ -52,24 +52,24 @@ TABLE = (
     Size(12e6, 192, 4, 8192), Size(22e6, 256, 4, 8192), Size(32e6, 256, 6, 8192), Size(8e7, 320, 6, 8192),
     Size(1.6e8, 384, 8, 8192), Size(2.4e8, 512, 8, 8192), Size(5e8, 640, 8, 8192),
 )  # fmt: skip
-"""The smallest first. From the runs in results/minutes.md; those of 6 and 8 layers are extrapolated."""
-ARCHITECTURE = "tscale"  # that of the lowest bits per byte in results/compare.md
+"""The smallest first. From the runs in results/minutes.md; rows with 6 and 8 layers are extrapolated."""
+ARCHITECTURE = "tscale"  # has the lowest bits per byte in results/compare.md
 VOCABULARIES = 512, 1024, 2048, 4096, 8192
-ENTRIES = 3.0  # times the square root of the bytes of a text: the largest vocabulary that it can fill well
+ENTRIES = 3.0  # largest vocabulary that a text fills well, divided by the square root of its bytes
 MOST_PASSES = 5
-MOST_PARAMETERS = 2 / 3  # for each byte of text, outside embeddings and output
-SHORT_RUN = 4, 256  # texts of a step and the tokens of each
-LONG_RUN, LONG_TOKENS = (8, 512), 4_000_000  # the same of a run of at least so many tokens, which is read faster
+MOST_PARAMETERS = 2 / 3  # per byte of text, outside embeddings and output
+SHORT_RUN = 4, 256  # blocks in a step, and tokens in a block
+LONG_RUN, LONG_TOKENS = (8, 512), 4_000_000  # for runs of at least LONG_TOKENS; larger steps are faster
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
-BY_HEART = 1.0  # parameters per byte times (passes - 1), from which a strong weight decay keeps TScale from overfitting
+BY_HEART = 1.0  # parameters per byte times (passes - 1), from which TScale overfits without a strong weight decay
 BY_HEART_DECAY = 0.05  # in steps of `SHORT_RUN`
 
-COUNTED_BYTES = 10**8  # of a text, as many as some hours of a small machine read
-COUNTED_NGRAMS = 300_000  # for the counting model that is named beside the text
-MEASURING_SHARE = 0.25  # of the whole time, after which the machine is measured no more
-TRAINING_SHARE = 0.9  # of the time that is left when the text is ready; the rest validates, saves, loads batches
+COUNTED_BYTES = 10**8  # of a text: about what a small machine reads in some hours
+COUNTED_NGRAMS = 300_000  # for the counting model of three tokens
+MEASURING_SHARE = 0.25  # of the whole time, after which measuring the machine stops
+TRAINING_SHARE = 0.9  # of the time left once the text is ready; the rest is for validating, saving and loading
 VALIDATIONS = 4  # before the last one
-VALIDATED_SHARE, FEWEST_VALIDATED, MOST_VALIDATED = 0.05, 10_000, 100_000  # tokens, as a share of those of training
+VALIDATED_SHARE, FEWEST_VALIDATED, MOST_VALIDATED = 0.05, 10_000, 100_000  # tokens; the share is of training tokens
 MINUTES_BETWEEN_SAVES = 3  # at most
 START_AND_END = 10.0  # seconds of a run before its first step and after its last one, at least
 
@@ -85,12 +85,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Pick:
-    """A recipe for so many minutes, and what it follows from.
+    """A recipe for a number of minutes, and the figures that decided it.
 
     recipe: ready to be trained; it ends after the minutes, or after `MOST_PASSES`.
-    candidate: that was picked. tokens: to train it on.
-    train_tokens, train_bytes: of the training text. trigram: bits per byte of a counting model of three tokens.
-    remarks: a sentence each.
+    candidate: the size that was picked. tokens: training tokens of the run.
+    train_tokens, train_bytes: size of the training text. trigram: bits per byte of a counting model of three tokens.
+    remarks: sentences for the user.
     """
 
     recipe: Recipe
@@ -103,7 +103,7 @@ class Pick:
 
     @property
     def with_steps(self) -> Recipe:
-        """The recipe with about the steps that fit, instead of the minutes."""
+        """The recipe with the number of steps that about fits into the minutes, instead of the minutes."""
         training = self.recipe.training
         blocks = training.global_batch_size or training.batch_size
         steps = max(1, round(self.tokens / (blocks * self.recipe.model.n_positions)))
@@ -113,17 +113,17 @@ class Pick:
 def pick(
     name: str | None, changes: Mapping[str, Any], minutes: float, began: float, progress: TrainingProgress
 ) -> Pick:
-    """Pick what neither a recipe nor changes of it give.
+    """Choose the fields that are not given, for a run of some minutes.
 
     Args:
         name: a recipe to keep, or None.
         changes: dotted fields of the recipe to keep, to their values.
-        minutes: that the whole command may take.
+        minutes: time that the whole command may take.
         began: `time.monotonic()` when it began.
-        progress: told what is under way.
+        progress: told what is being done.
 
     Raises:
-        InputError: a recipe or a text that cannot be used, fields that the clock or the table decides, too little time.
+        InputError: a recipe or a text that cannot be used, a field that `--minutes` decides, or too little time.
     """
     picker = _Picker(name, {"training.minutes": minutes, **changes})
     picker.check()
@@ -147,8 +147,8 @@ def pick(
         steps = tokens / picked.tokens_per_second / TRAINING_SHARE
         needed = time.monotonic() - began + steps + START_AND_END
         remarks.append(
-            f"More than {MOST_PASSES} passes over this text would overfit: the run ends after them, in about "
-            f"{min(needed / 60, minutes):.1f} minutes. More text would be worth more time."
+            f"More than {MOST_PASSES} passes over this text would overfit, so the run ends after {MOST_PASSES}, in "
+            f"about {min(needed / 60, minutes):.1f} minutes. A longer run needs more text."
         )
     by_heart = picked.parameters / train_bytes * (tokens / text.train.num_tokens - 1)
     recipe = picker.recipe(picked.size, tokens, is_known_by_heart=by_heart >= BY_HEART, most_tokens=most_tokens)
@@ -157,7 +157,7 @@ def pick(
 
 
 def choose(measured: Iterable[Candidate], seconds: float, train_bytes: int) -> Candidate:
-    """The largest candidate that the time and the text are worth, of at least one, the smallest first."""
+    """The largest of one or more candidates, smallest first, for which time and text are enough."""
     smallest, *larger = measured
     best = smallest
     for one in larger:
@@ -184,11 +184,11 @@ def count_bytes(data: DataRecipe) -> int:
 def recipe_values(
     architecture: str, size: Size, steps: float, step: tuple[int, int], is_known_by_heart: bool = False
 ) -> dict[str, Any]:
-    """The recipe of a run of about so many steps, each of so many texts and tokens: dotted fields to values.
+    """The recipe of a run of about `steps` steps, each of `step` blocks and tokens: dotted fields to values.
 
-    Options, optimizer and learning rate of the architecture are those of `multilin compare`, which were found alike, in
-    steps of `SHORT_RUN`. In others the rate grows with the square root of the tokens, as that of Adam should, and so
-    does the stronger weight decay of a TScale that would learn its text by heart.
+    Options, optimizer and learning rate are the architecture's in `multilin compare`, which tuned all alike in steps of
+    `SHORT_RUN`. In larger steps the rate grows with the square root of the tokens, as usual for Adam, and so does the
+    stronger weight decay of a TScale that would learn its text by heart.
     """
     sweep = builtin_sweep()
     row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
@@ -214,10 +214,10 @@ def recipe_values(
 
 
 def _training_seconds(minutes: float, began: float) -> float:
-    """Seconds that remain for steps, beside what the clock of a run keeps back for its end.
+    """Seconds that remain for training steps, without the time that a run reserves for its end.
 
     Raises:
-        InputError: so few that hardly a step could be made.
+        InputError: the time is too short to train.
     """
     used = time.monotonic() - began
     left = 60 * minutes - used
@@ -227,7 +227,7 @@ def _training_seconds(minutes: float, began: float) -> float:
 
 
 class _Picker:
-    """What is given, and recipes that complete it."""
+    """The fields that are given, and recipes that add the others."""
 
     def __init__(self, name: str | None, changes: Mapping[str, Any]) -> None:
         self.name, self.changes, self.given = name, changes, given_fields(name, changes)
@@ -240,10 +240,10 @@ class _Picker:
         self.given_vocabulary: int | None = None
 
     def check(self) -> None:
-        """Refuse what the table cannot complete; find the given vocabulary."""
+        """Refuse a recipe that the table cannot complete, and find the given vocabulary."""
         minutes = "--minutes picks a model for a text"
         if num_processes() > 1:
-            raise InputError(f"{minutes} by one process; give torchrun a recipe, with --training.minutes")
+            raise InputError(f"{minutes} in one process; with torchrun, give a recipe and --training.minutes")
         if is_task(self.base.data.name):
             raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
         if self.base.model.start is not None:
@@ -252,7 +252,7 @@ class _Picker:
         check_model(resolve_recipe(self.recipe(self.sizes(BYTE_VOCAB_SIZE)[0])))
 
     def sizes(self, most_entries: float) -> list[Size]:
-        """The table's rows with the fields that are given and at most so many entries, the smallest first."""
+        """The table's rows with the given fields and vocabularies of at most `most_entries`, the smallest first."""
         found: dict[tuple[int, int], Size] = {}
         for row in TABLE:
             width = self.given.get("model.hidden_size") or row.hidden_size
@@ -262,12 +262,12 @@ class _Picker:
         return list(found.values())
 
     def _vocabulary(self, most: float) -> int:
-        """The largest vocabulary of at most so many entries; bytes if there is none, and bytes are allowed."""
+        """The largest vocabulary of at most `most` entries; if there is none, bytes where they are allowed."""
         fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else VOCABULARIES[0]
         return max((size for size in VOCABULARIES if size <= most), default=fewest)
 
     def read_text(self, vocab_size: int, progress: TrainingProgress) -> PreparedText:
-        """The text with so many tokens, or as many as it supports."""
+        """The text with a vocabulary of this size, or the largest that the text supports."""
         try:
             return self._read(vocab_size, progress)
         except VocabularyTooLarge as error:
@@ -281,7 +281,7 @@ class _Picker:
         return read_text(self.recipe(size), progress.prepare)
 
     def measure(self, train_bytes: int, seconds: float, until: float) -> Iterator[Candidate]:
-        """The smallest size, and those after it up to the first that memory, text or time is too small for."""
+        """Measure the smallest size, then larger ones until memory, text or time is too small for one."""
         memory = available_memory() or math.inf
         for number, size in enumerate(self.sizes(ENTRIES * math.sqrt(train_bytes))):
             needed, parameters = self._count(size)
@@ -301,7 +301,7 @@ class _Picker:
         return Candidate(size, self._count(size)[1], tokens / seconds)
 
     def _count(self, size: Size) -> tuple[float, int]:
-        """Bytes that training takes at least, and parameters outside embeddings and output."""
+        """Bytes that training needs at least, and parameters outside embeddings and output."""
         recipe = resolve_recipe(self.recipe(size))
         with torch.device("meta"):
             model = create_network(recipe, size.vocab_size, None)
@@ -314,9 +314,9 @@ class _Picker:
     def recipe(
         self, size: Size, tokens: int = 10**6, is_known_by_heart: bool = False, most_tokens: int | None = None
     ) -> Recipe:
-        """The recipe of a size, for about so many tokens.
+        """The recipe of a size, for about `tokens` training tokens.
 
-        It ends after `most_tokens`, unless the minutes end it before.
+        The run ends after `most_tokens`, unless the minutes end it before.
         """
         blocks = self.given.get("training.global_batch_size") or self.given.get("training.batch_size") or self.step[0]
         tokens_per_step = blocks * (self.given.get("model.n_positions") or self.step[1])
@@ -331,7 +331,7 @@ class _Picker:
         return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))
 
     def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of fields that what is given leaves open."""
+        """The values of the fields that are not given."""
         left_out = []
         if self._has_tokenizer:
             left_out += ["tokenizer"]

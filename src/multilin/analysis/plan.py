@@ -1,8 +1,8 @@
-"""What a training run will take, before anything is rented: memory, communication, time and size of checkpoints.
+"""Estimates of a training run: memory, network traffic, time and size of checkpoints.
 
 Weights, gradients, the optimizer's numbers, floating-point operations and the bytes that devices send each other are
-counted from the model. Activations are estimated as in `multilin.model.memory`. Times are those of training steps that
-are measured on this machine; for other devices they follow from their peaks and an assumed share of them.
+counted from the model. Activations are estimated as in `multilin.model.memory`. Times come from training steps
+measured on this machine; for other devices, from an assumed share of their peak speed.
 """
 
 import statistics
@@ -45,14 +45,14 @@ from multilin.training.recipe import Recipe
 from multilin.training.resolve import resolve_recipe
 
 INT8_BYTES = 1 + FLOAT_BYTES / BLOCK
-"""Bytes of a number that travels as int8, with its part of the block's scale."""
+"""Bytes of a number that is sent as int8, with its part of the block's scale."""
 
 
 @dataclass(frozen=True)
 class Device:
     """The limits of a device.
 
-    memory: bytes; None where the system does not tell.
+    memory: bytes; None if it is not known.
     half, single: floating-point operations per second in bf16 and in float32 (without TF32).
     link: bytes per second that it sends to others, in one direction.
     """
@@ -70,10 +70,10 @@ DEVICES = {
 }
 """From NVIDIA's data sheets: dense tensor cores, NVLink."""
 ETHERNET = 1.25e9
-"""Bytes per second of 10 Gbit/s, which is assumed between machines like this one."""
+"""Bytes per second of 10 Gbit/s, the network assumed between machines like this one."""
 EFFICIENCY = 0.4  # share of a device's peak that training is assumed to reach
-WARM_UP_STEPS, FEWEST_STEPS = 2, 5  # of those that are measured
-MEASURED_SECONDS, LONGEST_STEP = 1.0, 5.0  # of training on this machine; a longer step is not tried
+WARM_UP_STEPS, FEWEST_STEPS = 2, 5  # steps before the measured ones, and measured at least
+MEASURED_SECONDS, LONGEST_STEP = 1.0, 5.0  # of training here; a step expected to be longer is not tried
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class WayPlan:
 
     way: `ddp` (training.communication float), `int8` (communication int8) or `fsdp`.
     memory: bytes that a device needs at least: weights, gradients, optimizer, activations and gathered weights.
-    fits: whether the device has this memory, as far as is known.
+    fits: whether the device has this memory; True if its memory is not known.
     sent_bytes: bytes that a device sends in one step.
     communication_seconds: time to send these bytes at the full speed of the link.
     is_hidden: whether they can be sent while the device computes.
@@ -105,16 +105,16 @@ class WayPlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A run on several devices.
+    """The estimate for a run on several devices.
 
-    flops_per_token: floating-point operations of training, see `training_flops_per_token`; with adapters, which save
-        up to a third of them, those of the whole model.
+    flops_per_token: floating-point operations of training, see `training_flops_per_token`; the figure is for
+        full training, of which adapters save up to a third.
     weight_bytes, gradient_bytes, optimizer_bytes: bytes of the whole model, on one device.
-    activation_bytes: estimated bytes of one pass on one device, with the logits that the loss holds at a time.
+    activation_bytes: estimated bytes of one pass on one device, with the logits that the loss holds.
     checkpoint_bytes: bytes of a checkpoint: weights, or adapters alone, and optimizer state.
     tokens: training tokens of the whole run.
     seconds_per_step: time of a step on a device that does not wait for others.
-    basis: where it comes from, in words.
+    basis: how this time was found, in words.
     """
 
     device: Device
@@ -139,12 +139,12 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
     """Estimate the memory, communication and time of a recipe on several devices, without training.
 
     Args:
-        recipe: to train; without `training.global_batch_size`, `training.batch_size` blocks on every device. With
-            `training.minutes` its steps are those for which the time suffices.
+        recipe: the run; without `training.global_batch_size` every device has `training.batch_size` blocks. With
+            `training.minutes` the run has as many steps as fit into the time.
         settings: the devices, the share of their peak that training reaches, and their price.
 
     Raises:
-        InputError: a recipe that cannot be trained, or a tokenizer that is not there.
+        InputError: a recipe that cannot be trained, or a tokenizer that is missing.
     """
     is_here = settings.kind not in DEVICES
     target = (
@@ -183,7 +183,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         efficiency = settings.efficiency or EFFICIENCY
         seconds /= efficiency
         peak = "speed of matrix products on this machine" if is_here else "peak of the device"
-        basis = f"{efficiency:.0%} of the {peak}, which is assumed"
+        basis = f"{efficiency:.0%} of the {peak} is assumed"
     steps = training.num_steps
     if training.minutes is not None:
         steps = max(1, min(steps, int(60 * training.minutes / (seconds * passes))))
@@ -204,7 +204,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
 def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.device) -> float:
     """Median seconds of a recipe's training step, on random tokens.
 
-    until: `time.monotonic()` after which it makes one step at most.
+    until: `time.monotonic()` after which at most one step is made.
     """
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
@@ -241,7 +241,7 @@ def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 
     Args:
         way: `ddp`, `int8` or `fsdp`.
         layers, rest: float32 bytes of the parameters of all layers, and of the others.
-        devices: that train together.
+        devices: number of devices that train together.
         passes: forward passes of one step.
         gathered: bytes of a gathered number of a layer, relative to float32.
     """
@@ -257,10 +257,10 @@ def _way(way: str, plan: TrainingPlan, layers: list[int], gathered: float, passe
     rest = (plan.weight_bytes if way == "fsdp" else plan.gradient_bytes) - sum(layers)  # else only gradients are sent
     held = plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes
     if way == "fsdp" and devices > 1:
-        # The weights of two layers and the gradients of one are whole at a time; the other parameters always.
+        # Two layers' weights and one layer's gradients are whole at a time; parameters outside layers always are.
         held = held // devices + int((2 * gathered + 1) * max(layers)) + 2 * rest
     elif devices > 1:
-        held += plan.gradient_bytes  # in the buckets in which they travel
+        held += plan.gradient_bytes  # a second time, in the buckets that are sent
     sent = sent_bytes(way, sum(layers), rest, devices, passes=passes, gathered=gathered)
     sending = sent / plan.device.link
     # Gradients are sent during the last backward pass, two thirds of its work; FSDP gathers weights all the time.
@@ -277,10 +277,10 @@ def _way(way: str, plan: TrainingPlan, layers: list[int], gathered: float, passe
 
 
 def find_vocab_size(recipe: Recipe) -> int:
-    """The tokens of a recipe's tokenizer, found without reading its text.
+    """The vocabulary size of a recipe's tokenizer, found without reading its text.
 
     Raises:
-        InputError: a tokenizer or a prepared text that is not there.
+        InputError: a tokenizer or a prepared text that is missing.
     """
     if is_task(recipe.data.name):
         return task_text(recipe.data.name).train.task.num_tokens
@@ -294,7 +294,7 @@ def find_vocab_size(recipe: Recipe) -> int:
 
 
 def _this_machine(device: torch.device, is_single: bool) -> Device:
-    """A device of this machine, with the peak of the numbers that are asked for as both."""
+    """A device of this machine; `half` and `single` are both the speed of the numbers that are asked for."""
     rate = _product_rate(torch.float32 if is_single else torch.bfloat16, device)
     return Device(f"this machine, {device_name(device)}", available_memory(device), rate, rate, ETHERNET)
 
@@ -317,7 +317,7 @@ def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
 
 
 def describe_plan(plan: TrainingPlan) -> dict[str, str]:
-    """The figures that all ways share, by name, as text."""
+    """The figures that are the same for all ways, by name, as text."""
     each = "" if plan.device.memory is None else f", {decimal(int(plan.device.memory))} each"
     return {
         "device": f"{plan.devices} x {plan.device.name}{each}",

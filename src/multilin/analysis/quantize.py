@@ -19,10 +19,10 @@ from multilin.training.losses import Evaluation
 class Quantized:
     """A run and its int8 copy.
 
-    folder, int8_folder: where they lie.
-    weight_bytes: of the run's weights, of which adapters are a part.
-    int8_weight_bytes: size of the copy's .safetensors files.
-    evaluation, int8_evaluation: both on the same text.
+    folder, int8_folder: folders of the run and of the copy.
+    weight_bytes: bytes of the run's weights, adapters included.
+    int8_weight_bytes: bytes of the copy's .safetensors files.
+    evaluation, int8_evaluation: scores of the run and of the copy on the same text.
     """
 
     folder: Path
@@ -36,19 +36,19 @@ class Quantized:
 def quantize_run(
     path: str | Path, output: str | Path | None, settings: EvaluationSettings, progress: Progress
 ) -> Quantized:
-    """Round the matrices of all layers to int8 with one scale each, save that as a model of its own, and score both.
+    """Save a copy of a run with the matrices of all layers rounded to int8, and score both.
 
-    Embedding, output, norms and biases stay as they are. The copy multiplies in int8, in `multilin evaluate` and
-    `generate_text` as everywhere; it cannot be trained.
+    Each matrix has one scale. Embedding, output, norms and biases are not changed. The copy multiplies in int8 wherever
+    it is used; it cannot be trained.
 
     Args:
         path: folder of a trained model.
-        output: folder of the copy, new or empty; None is one beside the run, with "-int8" at the end of its name.
+        output: folder of the copy, new or empty; None makes one beside the run, its name plus "-int8".
         settings: the text to score on.
-        progress: called now and then while both are scored.
+        progress: called at intervals while both are scored.
 
     Raises:
-        InputError: no model of multilin there, one that is int8 already, or a folder that holds something.
+        InputError: `path` has no model of multilin or one that is int8 already, or `output` is not empty.
         OSError: the copy cannot be written.
     """
     folder = Path(path)
@@ -69,9 +69,9 @@ def quantize_run(
 def _check(run: Run) -> None:
     if not isinstance(run.model, MultilinForCausalLM):
         raise InputError(
-            f"run: {run.folder} holds a {type(run.model).__name__} of transformers; int8 is for our models"
+            f"run: {run.folder} holds a {type(run.model).__name__}; only models of multilin can be rounded to int8"
         )
     if run.model.arithmetic.stored_as_int8:
-        raise InputError(f"run: the weights in {run.folder} are int8 already; give the run they were made from")
+        raise InputError(f"run: the weights in {run.folder} are int8 already; give the run that they were rounded from")
     if next(matrix_modules(run.model.model.layers), None) is None:
-        raise InputError(f"run: the layers of {run.folder} have no matrices that could be int8")
+        raise InputError(f"run: the layers of {run.folder} have no matrices to round to int8")

@@ -1,4 +1,4 @@
-"""The files in the folder assets: templates of reports, and files that are copied into them."""
+"""Templates of reports, and the CSS and JavaScript copied into them, from the folder assets."""
 
 import functools
 from importlib import resources
@@ -11,12 +11,12 @@ from multilin.settings.inputs import to_json
 
 
 def asset(name: str) -> str:
-    """The text of a file."""
+    """The text of a file in the folder assets."""
     return (resources.files("multilin.analysis") / "assets" / name).read_text(encoding="utf-8")
 
 
 def render(name: str, **values: Any) -> str:
-    """A template with these values; in HTML they are text, whatever they hold, in Markdown they go through a filter."""
+    """Fill a template with values: HTML escapes them, Markdown uses the filters `text`, `cell` and `block`."""
     return _environment().get_template(name).render(values)
 
 
@@ -39,12 +39,12 @@ def _as_text(text: str) -> str:
 
 
 def _as_cell(text: str) -> str:
-    """The same in a table."""
+    """The text escaped for a cell of a Markdown table."""
     return _as_text(text).replace("|", "\\|")
 
 
 def _as_block(text: str, language: str) -> str:
-    """A Markdown block of code, whatever the text holds."""
+    """A Markdown block of code, with a fence longer than any in the text."""
     fence = "```"
     while fence in text:
         fence += "`"

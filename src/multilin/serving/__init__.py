@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: continuous batching, states that are kept at the ends of turns, sessions and forks."""
+"""An OpenAI-compatible server with continuous batching, states that are kept after turns, sessions and forks."""

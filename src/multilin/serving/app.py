@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from multilin.runs.load import Run
 
 END_SECONDS = 10.0  # for requests to end when the server is stopped
-# That a request waits for a model that is loaded, before it is refused: many clients give up after a minute.
+# A request waits this long while the model is loaded, then it is refused: many clients give up after a minute.
 HELD_SECONDS, HELD_HEALTH_SECONDS = 50.0, 1.5
 MOST_CONNECTIONS = 4096
 
@@ -44,9 +44,9 @@ def create_app(
 
     Args:
         service: the model with its turns and sessions.
-        keys: a request must have one of these; with none, everybody is let in.
+        keys: API keys, of which a request must have one; if there are none, no key is needed.
         origins: origins of other pages that may call the server.
-        is_loopback: answer only requests whose Host header names this machine, and only pages from here or `origins`.
+        is_loopback: answer only requests whose Host header names this machine, from its own page or `origins`.
         load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export, which has none.
         body_bytes: the largest body of a request.
     """
@@ -65,7 +65,7 @@ def create_app(
 async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return error_response(from_validation(error.errors()))
-    if isinstance(error.__cause__, ApiError):  # of the guard, while the body was read
+    if isinstance(error.__cause__, ApiError):  # raised by the guard while the body was read
         error = error.__cause__
     if isinstance(error, HTTPException):
         words = {404: f"no endpoint {request.method} {request.url.path!r:.80}", 405: f"{request.method} is not allowed"}
@@ -77,9 +77,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 class Server(uvicorn.Server):
-    """Listens in a thread of its own, at once; requests are answered when there is an application.
+    """An HTTP server in a thread, which listens at once and answers requests when it has an application.
 
-    Until then they wait, for `HELD_SECONDS` at most, and get the status 503; `/health` gets it soon.
+    Until then a request waits for at most `HELD_SECONDS`, or `HELD_HEALTH_SECONDS` for `/health`, and gets status 503.
 
     Args:
         listener: a socket that listens.
@@ -95,7 +95,7 @@ class Server(uvicorn.Server):
         self._app: ASGIApp | None = None
         self._stop: Callable[[float], object] = float  # does nothing
         self._listener = listener
-        self._ended = threading.Event()  # since a join that a signal interrupts takes the thread for ended
+        self._ended = threading.Event()  # not join: after a signal interrupts it, the thread counts as ended
 
     def __enter__(self) -> "Server":
         threading.Thread(target=self._serve_and_end, name="multilin-http", daemon=True).start()
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
             self._ended.set()
 
     def __exit__(self, *_: object) -> None:
-        """Let requests end, for `END_SECONDS` at most."""
+        """Wait until requests end, for at most `END_SECONDS`."""
         self.should_exit = True
         self._ended.wait()
 
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
         await (self._app or error_response(still_loading()))(scope, receive, send)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and let requests end: the scheduler ends before connections, so that streams learn of it."""
+        """Stop listening, and let requests end: the scheduler ends before connections, so that streams are told."""
         ended = asyncio.create_task(asyncio.to_thread(self._stop, END_SECONDS))
         await super().shutdown(sockets)
         await ended

@@ -1,4 +1,4 @@
-"""A conversation with a server of this package, which keeps it as a session."""
+"""A client's conversation with a server of multilin, which keeps it as a session."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from multilin.errors import InputError, shown
 from multilin.inference.generate import DEFAULTS, check_unused
 from multilin.inference.settings import GenerationSettings
 
-TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a server that generates says something every 10
+TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a server that generates sends something every 10
 Json = dict[str, Any]
 
 
@@ -34,15 +34,15 @@ class Conversation:
     def begin(
         cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
     ) -> "Conversation":
-        """A new session, one that goes on from the content of a state file, or one that exists.
+        """Begin with a new session, one that continues the content of a state file, or one that exists.
 
         Raises:
-            InputError: settings that would be ignored, or the server does not answer, or refuses.
+            InputError: a setting would be ignored, or the server does not answer or refuses.
         """
         check_unused(settings)
         if session is not None:
             if not re.fullmatch(r"[\w-]+", session):
-                raise InputError(f"--session: {shown(session)} given, but names are like session_0123456789abcdef")
+                raise InputError(f"--session: {shown(session)} given, but names look like session_0123456789abcdef")
             identity = _call(client, "GET", f"/v1/sessions/{session}")
         elif state is None:
             identity = _call(client, "POST", "/v1/sessions", json={})
@@ -71,7 +71,7 @@ class Conversation:
                 self._stopping = None
 
     def stop(self) -> None:
-        """End the answer that is being generated soon; a signal handler may call it."""
+        """End the present answer soon; a signal handler may call this."""
         self._stopping = threading.Thread(target=self._stop, daemon=True)
         self._stopping.start()
 
@@ -88,7 +88,7 @@ class Conversation:
         """Drop the last answers and their messages.
 
         Raises:
-            InputError: there are fewer.
+            InputError: the session has fewer turns.
         """
         _call(self._client, "POST", f"/v1/sessions/{self.session}/rewind", json={"turns": num_turns})
 
@@ -105,10 +105,10 @@ def connect(address: str, key: str | None, *, is_local: bool = False) -> httpx.C
     """A client of a server.
 
     Raises:
-        InputError: no address of a server.
+        InputError: `address` is not the address of a server.
     """
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    # A server in this process is not reached by way of a proxy.
+    # A server in this process is reached without a proxy.
     transport = httpx.HTTPTransport() if is_local else None
     try:
         return httpx.Client(
@@ -116,7 +116,7 @@ def connect(address: str, key: str | None, *, is_local: bool = False) -> httpx.C
             event_hooks={"response": [_check_status]}, transport=transport,
         )  # fmt: skip
     except (httpx.InvalidURL, ValueError) as error:
-        raise InputError(f"target: {shown(address)} is no address of a server ({error})") from None
+        raise InputError(f"target: {shown(address)} is not the address of a server ({error})") from None
 
 
 def _fields(settings: GenerationSettings) -> Json:
@@ -138,7 +138,7 @@ def _events(response: httpx.Response) -> Iterator[Json]:
             return
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
-    raise InputError("server: the connection broke in the middle of an answer")
+    raise InputError("server: the connection broke during an answer")
 
 
 def _call(client: httpx.Client, method: str, path: str, **content: Any) -> str:
@@ -147,7 +147,7 @@ def _call(client: httpx.Client, method: str, path: str, **content: Any) -> str:
     try:
         return str(response.json()["id"])
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"target: {client.base_url} is no server of multilin") from None
+        raise InputError(f"target: {client.base_url} is not a server of multilin") from None
 
 
 def _request(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
@@ -162,7 +162,7 @@ def _check_status(response: httpx.Response) -> None:
         try:
             reason = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            reason = f"answers with status {response.status_code} and without a reason"
+            reason = f"answered with status {response.status_code} and gave no reason"
         raise InputError(f"server: {reason}")
 
 
@@ -170,6 +170,6 @@ def _check_status(response: httpx.Response) -> None:
 def _reaching(client: httpx.Client) -> Iterator[None]:
     try:
         yield
-    except (httpx.HTTPError, UnicodeError) as error:  # the latter of a name that no machine can have, such as a..b
+    except (httpx.HTTPError, UnicodeError) as error:  # UnicodeError: an impossible name, such as a..b
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"target: {client.base_url} does not answer ({reason})") from None

@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error that a client is told of an exception; the field before the colon of an InputError is its `param`."""
+    """The error that a client gets for an exception; the field before the colon of an InputError is its `param`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
@@ -49,7 +49,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first mistake that pydantic found in a body."""
-    # What is wrong within one member of a union says more than that the other members are something else.
+    # An error inside one member of a union says more than errors that the value is not one of the other members.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), None)
     first = first or max(errors, key=lambda error: len(_fields(error["loc"])))
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
@@ -64,8 +64,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "json_invalid" or not path:
         is_unread = isinstance(first.get("input"), bytes)
         hint = "; the header Content-Type should be application/json" if is_unread else ""
-        return ApiError(400, f"body: no JSON object ({message[:100]}){hint}", None, "invalid_json")
-    # Every member of a union has an error of its own.
+        return ApiError(400, f"body: not a JSON object ({message[:100]}){hint}", None, "invalid_json")
+    # Every member of a union has its own error.
     same = [error for error in errors if _fields(error["loc"])[: len(field)] == field]
     words = list(dict.fromkeys(_accepted(str(error["msg"])) for error in same))
     repeated = "be " if words[0].startswith("be ") else ""
@@ -85,7 +85,7 @@ def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
 
 
 def _accepted(message: str) -> str:
-    """What pydantic says that a value should be, or have, without the value: `be a valid string`."""
+    """The part of pydantic's message that says what a value should be or have: `be a valid string`."""
     words = re.sub(r"^[A-Z][a-z]+ should ", "", message)
     return re.sub(r" after validation, not \d+$| or (an )?instance of \w+$", "", words)
 

@@ -1,4 +1,4 @@
-"""Named files of the server and their names, in a folder of this machine or at any address that fsspec knows."""
+"""Files of the server by name, in a folder of this machine or at any address that fsspec supports."""
 
 import contextlib
 import re
@@ -64,7 +64,7 @@ class Folder(Store):
         super().write(f"{folder}/{name}", content)
 
     def remove_unfinished(self, seconds: float) -> None:
-        """Delete the hidden files that servers were writing when they were killed, more than so many seconds ago."""
+        """Delete hidden files that killed servers did not finish, if they are older than `seconds`."""
         for path in () if self.local is None else self.local.rglob(".*.partial"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - seconds:

@@ -14,7 +14,7 @@ from multilin.serving.scheduler import Scheduler
 from multilin.serving.sessions import Session
 from multilin.serving.turns import Turn
 
-PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream, and more for each sequence that runs
+PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream; seconds more for each running sequence
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Prompt:
     token_ids: tokens of the whole text, or of what comes after `before`.
     before: the turn that is continued.
     messages: all messages of the conversation, if it is one.
-    has_start: whether the token that begins a text was put before the text that a client gave.
+    has_start: whether a start token was put before the client's text.
     """
 
     text: str
@@ -45,8 +45,8 @@ class Ask:
     limit_name: the field that `max_tokens` came from, for messages.
     num_logprobs, prompt_logprobs: see `Job`.
     store: keep the turns.
-    session: the session that the turn is added to.
-    is_streamed: the client takes text as it comes.
+    session: the session to which the turn is added.
+    is_streamed: send text to the client as it is generated.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Ask:
 
 @dataclass
 class Result:
-    """A sequence as far as it was generated.
+    """A sequence as far as it has been generated.
 
     tokens: see `Piece`.
     turn: id of the turn, None if it was not kept.
@@ -95,7 +95,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.ask, self.jobs, self._scheduler, self._metrics = ask, list[Job](), scheduler, metrics
         self._on_end, self._on_close = on_end, on_close
-        self.parents: list[Turn | None] = []  # of each prompt, the turn that it goes on from
+        self.parents: list[Turn | None] = []  # of each prompt, the turn that it continues
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
         self.changed, self._next_time = asyncio.Event(), 0.0
@@ -118,11 +118,11 @@ class Generation:
         if not isinstance(event, Piece):
             self.changed.set()
         elif self.ask.is_streamed and self._timer is None:
-            # Text that comes close together is sent together: to send takes longer than to generate a token.
+            # Pieces that come close together are sent together, as sending takes longer than generating a token.
             self._timer = asyncio.get_running_loop().call_at(self._next_time, self.changed.set)
 
     def abandon(self) -> None:
-        """End the pieces, because the client is gone."""
+        """End the pieces, because the client has disconnected."""
         self.is_abandoned = True
         self.changed.set()
 
@@ -139,9 +139,9 @@ class Generation:
         self._on_close()
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
-        """What is new in each sequence, by its number, until all have ended or the client is gone.
+        """The new text of each sequence, by its number, until all have ended or the client has disconnected.
 
-        After every `silence` seconds without news an empty dictionary is given.
+        Yields an empty dictionary after every `silence` seconds without new text.
         """
         while any(result.finish_reason is None for result in self.results):
             try:

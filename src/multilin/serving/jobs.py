@@ -62,8 +62,8 @@ class Job:
 
     owner: the user; jobs of different users take turns.
     token_ids: tokens to read after the state `start`.
-    known_ids: all known tokens of the prompt and of the text before it, for the repetition penalty and as context.
-    start: the state to go on from; None at the start of a text.
+    known_ids: known tokens of the prompt and the text before it, for the repetition penalty and as context.
+    start: the state to continue; None at the start of a text.
     settings: settings of each sequence.
     max_new_tokens: most new tokens of each sequence, may be 0.
     listen: called with the number of the sequence and an event, in the thread that `Scheduler.notify` chooses.
@@ -95,7 +95,7 @@ class Job:
 
 
 class Kept(NamedTuple):
-    """The place before the last character, or what may begin a stop string: the engine state, and what came before."""
+    """The engine state before the last character or a possible stop string, and the tokens and characters before it."""
 
     state: Any
     num_tokens: int
@@ -115,7 +115,7 @@ class Row:
     pending: tokens to report, with the characters of the text before each, whose text is not certain yet.
     kept: where to return to if a stop string that may have begun is completed, or the row ends; None if the last
         character has one token.
-    end: the finish reason, None while the sequence goes on.
+    end: the finish reason; None while the sequence runs.
     """
 
     job: Job
@@ -141,7 +141,7 @@ class Counts(NamedTuple):
 
 
 def make_logprob(logits_V: NDArray[np.float32], token: int, num_top: int) -> Logprob:
-    """The log probability of a token, with those of the `num_top` likeliest tokens; `IMPOSSIBLE` at least."""
+    """The log probability of a token, and of the `num_top` likeliest tokens; `IMPOSSIBLE` at least."""
     logits = logits_V.astype(np.float64)
     logits -= logits.max()
     logits = np.maximum(logits - np.log(np.exp(logits).sum()), IMPOSSIBLE)

@@ -1,4 +1,4 @@
-"""Messages as tokens: by the model's chat template, or in a plain layout for a model that has none."""
+"""Messages as tokens, by the model's chat template or in a plain layout for a model without one."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ ROLES = {"system": "System", "developer": "System", "user": "User", "assistant":
 
 
 class PlainLayout:
-    """A line with the role, the content, and an empty line:
+    """A message is a line with the role, the content, and an empty line:
 
         User:
         Hello
@@ -45,7 +45,7 @@ class PlainLayout:
             parts.insert(0, "\n\n")
         first, *others = [*parts, "Assistant:\n"]
         ids = self._codec.encode(first, is_start=True) if before is None else self._codec.encode_more(first)
-        # Each part on its own, so that the tokens of a conversation begin with those of a shorter one.
+        # Each part is encoded alone, so that a conversation's tokens begin with the tokens of its earlier messages.
         return ids + [token for part in others for token in self._codec.encode_more(part)]
 
 
@@ -86,14 +86,14 @@ class TemplateLayout:
             head, marked = self._render(earlier), self._marked([*earlier, answer | {"content": bare}, *messages])
             whole = self._template.plain(marked)
             rest = whole.removeprefix(head)
-            # Templates leave out spaces around an answer, or put some there, which the model then writes itself.
+            # Templates may strip or add spaces around an answer; the model wrote its own.
             for text, after in ((given, rest), (bare, rest.lstrip())):
                 if whole.startswith(head) and after.startswith(text):
                     return cut_marked(marked, len(whole) - len(after) + len(text))[1]
         return self._marked(messages)
 
     def _control_after_answer(self) -> list[int]:
-        """The control token that the template puts after an answer, if it puts one there."""
+        """The control token that the template puts after an answer, if any."""
         try:
             whole = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
         except InputError:
@@ -108,7 +108,7 @@ class TemplateLayout:
 
     def _render(self, messages: Sequence[dict[str, str]], prompt: bool = True) -> str:
         try:
-            nothing = {"tools": None, "documents": None}  # as transformers says it
+            nothing = {"tools": None, "documents": None}  # as transformers passes them
             return self._jinja.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._names)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
@@ -135,7 +135,7 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks in training what the model is to learn; here it has no effect."""
+    """`{% generation %}`, which marks the text to learn in training; here it has no effect."""
 
     tags = {"generation"}
 
@@ -146,7 +146,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers offers to chat templates, so that a conversation is laid out as in training."""
+    """The Jinja environment that transformers gives chat templates, for the same layout as in training."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

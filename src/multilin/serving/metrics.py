@@ -11,26 +11,26 @@ FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 
 
 class Metrics:
-    """Counters of requests and tokens, and gauges whose values are read when the metrics are asked for."""
+    """Counters of requests and tokens, and gauges that are read when the metrics are requested."""
 
     def __init__(self, scheduler: Scheduler, turns: TurnStore) -> None:
         self.registry = own = CollectorRegistry()
         self.answers = Counter("multilin_http_answers", "Answers by path and status.", ["path", "status"], registry=own)
         self.first_token = Histogram(
             "multilin_first_token_seconds",
-            "From a request to its first token.",
+            "Seconds from a request to its first token.",
             buckets=FIRST_TOKEN_SECONDS,
             registry=own,
         )
         self._prompt = Counter("multilin_prompt_tokens", "Tokens of prompts.", registry=own)
-        self._cached = Counter("multilin_cached_tokens", "Tokens of prompts whose state was kept.", registry=own)
+        self._cached = Counter("multilin_cached_tokens", "Tokens of prompts that a kept state had read.", registry=own)
         self._generated = Counter("multilin_generated_tokens", "Tokens generated.", registry=own)
         gauges: list[tuple[str, str, Callable[[], float]]] = [
             ("waiting_requests", "Prompts that wait for a slot.", lambda: scheduler.counts.waiting),
             ("reading_requests", "Prompts that are being read.", lambda: scheduler.counts.reading),
             ("running_sequences", "Sequences in the batch.", lambda: scheduler.counts.running),
             ("turns", "Turns kept.", lambda: len(turns)),
-            ("turn_memory_bytes", "Memory of the turns kept in it.", lambda: turns.num_bytes),
+            ("turn_memory_bytes", "Bytes of the turns kept in memory.", lambda: turns.num_bytes),
         ]
         for name, description, value in gauges:
             Gauge(f"multilin_{name}", description, registry=own).set_function(value)

@@ -2,8 +2,8 @@
 
     serve run multilin.serving.ray_app:app run=runs/demo-onnx sessions=/shared/sessions replicas=2
 
-A replica has its own engine and batch; what they share is the store of sessions. Keys come from the environment of the
-replicas, in MULTILIN_API_KEY.
+A replica has its own engine and batch; all replicas share the store of sessions. Keys come from MULTILIN_API_KEY in the
+environment of the replicas.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class RayArguments:
     run: PathText  # folder of a trained or exported model, on every machine
     replicas: Count = 1  # processes that serve it
     cpus: Count = 1  # cores of a replica
-    name: Name | None = None  # of the model for clients; none takes that of the folder
-    insecure: bool = False  # let everybody in who reaches Ray's proxy, without a key
+    name: Name | None = None  # of the model for clients; by default the folder's
+    insecure: bool = False  # accept requests without a key, from everybody who reaches Ray's proxy
 
 
 def app(values: Mapping[str, Any]) -> "Application":
@@ -53,7 +53,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 
     from ray import serve
 
-    def build() -> "ASGIApp":  # Ray tells it from an application by its being a function
+    def build() -> "ASGIApp":  # a function, by which Ray tells it from an application
         return _build(arguments, limits)
 
     deployment = serve.deployment(serve.ingress(build)()).options(

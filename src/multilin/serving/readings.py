@@ -14,7 +14,7 @@ from multilin.serving.turns import Turn
 if TYPE_CHECKING:
     from multilin.runs.load import Run
 
-MOST_TOKENS = 512  # of a text, its last ones; the pairs of tokens grow with the square
+MOST_TOKENS = 512  # the last of a text; time and memory grow with the square
 MOST_WAITING = 8  # requests, each of which holds a thread of the server
 DIGITS = 4
 Json = dict[str, Any]
@@ -24,7 +24,7 @@ class Readings:
     """The weights with which each token of a turn's text reads the tokens before it.
 
     The PyTorch model is loaded at the first request, and requests are answered one after the other. The weights of the
-    last turn are kept, whose steps are asked for one by one.
+    last turn are kept, as clients ask for its steps one by one.
 
     Args:
         load: loads the model; None for an export, which has no weights to show.
@@ -37,11 +37,11 @@ class Readings:
         self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(MOST_WAITING)
 
     def get(self, turn: Turn, step: int) -> Json:
-        """Wait for the weights of a step of the model in which positions are mixed; step 0 is the mean of several.
+        """Wait for the weights of a step in which positions are mixed; see `Explanation.steps` for the order.
 
         Raises:
             ApiError: too many requests wait.
-            InputError: a model that has no weights to show, or no such step.
+            InputError: the model has no readable weights, or no such step.
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
@@ -62,7 +62,7 @@ class Readings:
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
-        """Labels and texts, and for each step the mean weights over heads, (characters, characters)."""
+        """Labels and texts, and the mean weights over heads of each step, (characters, characters)."""
         from multilin.analysis.explain.explanation import by_character, explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 
@@ -76,7 +76,7 @@ class Readings:
         ids = [start, *ids[num_left_out:]]
         steps = explain(run.model, ids, remove=False).steps
         if not steps:
-            raise InputError("turn: this model gives no weights away")
+            raise InputError("turn: this model has no readable attention weights")
         characters = whole_characters(run.tokenizer, ids)
         lengths = [num_tokens for num_tokens, _ in characters]
         about = {
@@ -84,6 +84,6 @@ class Readings:
             "characters": ["", *(text for _, text in characters[1:])],
             "steps": [step.label for step in steps], "meanings": [step.reading.meaning for step in steps],
         }  # fmt: skip
-        ends = np.cumsum(lengths) - 1  # a character reads as its last token does
+        ends = np.cumsum(lengths) - 1  # a character has the weights of its last token
         weights = (by_character(step.weights_HTS.mean(axis=0)[ends], lengths) for step in steps)
         return about, [rows.astype(np.float32) for rows in weights]

@@ -55,7 +55,7 @@ class Scheduler:
             return Counts(sum(map(len, self._waiting.values())), len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of these jobs, or none; while none waits they may be more than the queue takes.
+        """Queue all of these jobs, or none; if no job waits, they may be more than the queue holds.
 
         Raises:
             ApiError: the queue is full, or the server ends.
@@ -77,11 +77,11 @@ class Scheduler:
             self._changed.notify()
 
     def finish(self, job: Job) -> None:
-        """End a job with the tokens it has, as if it had asked for no more; its prompt is read in any case."""
+        """End a job with the tokens it has, as if it had asked for no more; its prompt is still read."""
         job.max_new_tokens = 0
 
     def stop(self, seconds: float) -> None:
-        """Take no more jobs, wait so many seconds for the present ones, and end the thread."""
+        """Take no more jobs, wait at most `seconds` for the present ones, and end the thread."""
         with self._changed:
             self._stopping = True
             self._deadline = time.monotonic() + seconds
@@ -208,7 +208,7 @@ class Scheduler:
         self._advance(0, logits_BV)
 
     def _reset(self, jobs: Iterable[Job], error: Exception) -> None:
-        """Fail these jobs and all jobs of the batch, and go on with an empty batch."""
+        """Fail these jobs and all jobs of the batch, and continue with an empty batch."""
         self._fail(list(dict.fromkeys([*(row.job for row in self._rows), *jobs])), error)
         self._rows, self._batch = [], self.engine.new_state(0)
 
@@ -219,10 +219,10 @@ class Scheduler:
         for place, row in enumerate(self._rows[first:]):
             if row.forced:
                 row.next_id = row.forced.popleft()
-                if len(row.forced) < row.job.prompt_logprobs:  # before are those that the last turn left unread
+                if len(row.forced) < row.job.prompt_logprobs:  # the others are tokens that the last turn left unread
                     entry = make_logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
                     self._tell(row.job, row.index, Piece("", [(entry, -1)]))
-            elif len(row.token_ids) == row.job.max_new_tokens:  # none at all is asked for
+            elif len(row.token_ids) == row.job.max_new_tokens:  # 0 tokens are asked for
                 row.end = "length"
             else:
                 chosen.append(place)
@@ -268,13 +268,13 @@ class Scheduler:
         is_whole = row.stream.is_whole or row.end is not None
         num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)
         tokens, row.pending = row.pending[:num_ready], [] if num_ready is None else row.pending[num_ready:]
-        if row.stream.is_stopped:  # tokens of a stop string stand at the end of the text
+        if row.stream.is_stopped:  # tokens of a stop string are placed at the end of the text
             tokens = [(entry, min(begin, length)) for entry, begin in tokens]
         if piece or tokens:
             self._tell(row.job, row.index, Piece(piece, tokens))
 
     def _take_out(self, first: int) -> None:
-        """Take the rows from place `first` on that have ended out of the batch."""
+        """Remove from the batch the rows from place `first` on that have ended."""
         for place in reversed(range(first, len(self._rows))):
             row = self._rows[place]
             if row.end is None:

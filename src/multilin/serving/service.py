@@ -1,4 +1,4 @@
-"""What the server does with a request, whatever its form in HTTP: prompts, generation, turns and sessions."""
+"""The work of the server without HTTP: prompts, generation, turns and sessions."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ class Service:
     Args:
         engine, codec: the model, see `multilin.cli.export.open_engine`.
         folder: the run or the export.
-        name: name of the model for clients; None takes that of the folder.
+        name: name of the model for clients; None takes the folder's name.
         limits: limits of requests and of what is kept.
 
     Raises:
@@ -55,9 +55,9 @@ class Service:
         self.metrics = Metrics(self.scheduler, self.turns)
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
-        """Run the scheduler's calls on the event loop, those of a step together."""
+        """Run the scheduler's calls on the event loop, all calls of a step together."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed, perhaps since a moment ago
+            with contextlib.suppress(RuntimeError):  # the loop may have just been closed
                 self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
 
     def text(self, token_ids: list[int], param: str) -> str:
@@ -91,7 +91,7 @@ class Service:
             del self.busy[session.id]
 
     def _claim(self, session_id: str, generation: Generation | None) -> None:
-        """Refuse a session that another request continues or changes just now, and keep it for this one."""
+        """Reserve a session for this request, or refuse if another request continues or changes it."""
         with self._claiming:
             if session_id in self.busy:
                 raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
@@ -102,7 +102,7 @@ class Service:
 
         Raises:
             ApiError: a session that another request continues or changes, a full queue, or a server that ends.
-            InputError: the request is not possible.
+            InputError: the request cannot be answered.
         """
         self._loop = asyncio.get_running_loop()
         session_id = "" if ask.session is None else ask.session.id
@@ -147,14 +147,14 @@ class Service:
         if parent is not None and (parent.num_unknown or parent.unread_ids or prompt.token_ids):
             kept = self.turns.get(ask.owner, parent.id)
             if kept is None:
-                raise ApiError(404, f"the turn {parent.id} is no longer kept", "session", NOT_FOUND)
-        else:  # a new text, or one whose last token is read again for what may follow it
+                raise ApiError(404, f"session: the turn {parent.id} is no longer kept", "session", NOT_FOUND)
+        else:  # a new text, or one whose last token is read again to predict the next
             kept = None if ask.prompt_logprobs else self.turns.longest(ask.owner, known_ids)
         before, state = kept or (None, None)
         num_read = before.num_read if before else 0
         token_ids = known_ids[num_read - (before.num_unknown if before else 0) :]
         if not token_ids:
-            raise InputError("prompt: none given, and nothing is left to read; give some text to go on with")
+            raise InputError("prompt: none given, and nothing is left to read; give some text to continue")
         if len(token_ids) > limits.max_prompt:
             raise InputError(
                 f"prompt: {len(token_ids)} tokens to read, but this server reads at most {limits.max_prompt}"
@@ -183,7 +183,7 @@ class Service:
         """A new turn from the content of a state file; its text is not known.
 
         Raises:
-            InputError: no state file of this model, or one of several texts.
+            InputError: not a state file of this model, or a state of several texts.
         """
         state = unpack_state(content, self.owner)
         num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
@@ -199,7 +199,7 @@ class Service:
         """Keep the turn at the end of a sequence, and add it to the session.
 
         Raises:
-            ApiError: the disk cannot take the turn of a session, which the client would go on from.
+            ApiError: the turn of a session, which the client would continue, cannot be written.
         """
         if not generation.ask.store:
             return
@@ -221,7 +221,7 @@ class Service:
             if session is not None and not generation.is_abandoned:
                 session.turns.append(turn.id)
                 self.sessions.save(session)
-        except OSError as error:  # a full disk for example: the text is worth more than its turn
+        except OSError as error:  # a full disk for example; without a session the client still gets the text
             log.warning("a turn cannot be kept: %s", error)
             if session is not None:
                 raise ApiError(507, "store: the answer cannot be kept; the server's log says why", "store") from None

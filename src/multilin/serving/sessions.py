@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from multilin.serving.folder import Folder, is_id, new_id
 
-NOBODY = "0" * 16  # owner of all turns where there are no keys
+NOBODY = "0" * 16  # owner of all turns of a server without keys
 MOST_IN_MEMORY = 10_000  # sessions
 
 
@@ -38,11 +38,10 @@ class SessionStore:
     """A store of sessions in a folder or in memory. Methods wait for the disk; any thread may call them.
 
     Args:
-        folder: keeps all sessions; with None there are only those in memory, the last `MOST_IN_MEMORY` that were
-            changed.
+        folder: keeps all sessions; None keeps the last `MOST_IN_MEMORY` that were changed, in memory.
 
     Attributes:
-        sharing: held where a session gets turns that there are, and where turns that no session has are deleted.
+        sharing: lock, held while a session gets existing turns and while turns without a session are deleted.
     """
 
     def __init__(self, folder: Folder | None) -> None:

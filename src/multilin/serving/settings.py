@@ -37,9 +37,9 @@ class ServeLimits:
     queue: Count = 256  # requests that may wait; more are refused with 429
     max_tokens: Count = 4096  # tokens to generate for a request, at most
     max_prompt: Length = 65536  # tokens to read for a request, at most
-    memory: Bytes = "1GB"  # of states kept in memory
+    memory: Bytes = "1GB"  # size of the states kept in memory
     sessions: PathText | None = None  # folder, or address for fsspec, where states and sessions outlive the server
-    disk: Bytes = "100GB"  # of states in that folder; the oldest are deleted beyond it
+    disk: Bytes = "100GB"  # size of the states in that folder; beyond it the oldest are deleted
     keep_days: Amount | None = None  # delete states that are older
 
 

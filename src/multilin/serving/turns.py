@@ -18,7 +18,7 @@ from multilin.serving.folder import Folder, is_id
 
 _MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
 CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
-LEFTOVER = 3600.0  # seconds after which an unfinished file, or a state without its turn, is not being written
+LEFTOVER = 3600.0  # seconds after which an unfinished file, or a state without its turn, is deleted
 log = logging.getLogger("multilin.serve")
 
 
@@ -62,7 +62,7 @@ class Turn:
 
 
 class Entry(NamedTuple):
-    """What is known of a turn without reading its files: all but the sizes is part of their names."""
+    """The facts about a turn that do not need its files: all but the sizes are part of the files' names."""
 
     id: str
     owner: str
@@ -92,7 +92,7 @@ class TurnStore:
     """A store of turns and their states, as state files. Methods wait for the disk; any thread may call them.
 
     Args:
-        folder: keeps all turns; with None there are only those in memory, and the least recently used are dropped.
+        folder: keeps all turns; None keeps them in memory and drops the least recently used.
         memory_bytes: largest size of the states and texts in memory.
         disk_bytes: size of the folder beyond which the oldest turns are deleted; None for no limit.
         seconds: age at which turns are deleted; None keeps them.
@@ -173,7 +173,7 @@ class TurnStore:
         """The turn whose state has read the longest proper prefix of these tokens."""
         keys = [(owner, count, value) for count, value in enumerate(hashes(token_ids[:-1]), 1)]
         for turn_id in [found for key in reversed(keys) if (found := self._by_hash.get(key)) is not None]:
-            with contextlib.suppress(InputError):  # damaged files are as good as none
+            with contextlib.suppress(InputError):  # damaged files count as missing
                 kept = self.get(owner, turn_id)
                 if kept is not None and kept[0].token_ids[: kept[0].num_read] == list(token_ids[: kept[0].num_read]):
                     return kept
@@ -213,7 +213,7 @@ class TurnStore:
         return content
 
     def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
-        """Delete unfinished files and single states of killed servers, and forget turns that other servers deleted."""
+        """Delete killed servers' unfinished files and lone states, and forget turns that other servers deleted."""
         if self.folder is None:
             return
         with self._lock:
@@ -229,7 +229,7 @@ class TurnStore:
                 self.folder.remove(name)
 
     def _list(self, prefix: str) -> Mapping[str, int]:
-        """Take up the turns in the folder whose ids begin with `prefix`; returns the sizes of their files."""
+        """Add the folder's turns whose ids begin with `prefix`, and return the sizes of their files."""
         sizes = {} if self.folder is None else self.folder.sizes(prefix)
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:
@@ -273,7 +273,7 @@ class TurnStore:
 def _parse(entry: Entry, content: bytes) -> Turn:
     try:
         values = json.loads(content)
-        values.pop("answer", None)  # which earlier versions wrote
+        values.pop("answer", None)  # a field that earlier versions wrote
         return Turn(**values)
     except (ValueError, TypeError, AttributeError) as error:
         log.warning("%s.json is damaged: %s", entry.name, error)

@@ -1,4 +1,4 @@
-"""The sentences and figures of a comparison as text: the answers to its three questions, and what limits them."""
+"""The sentences and figures of a comparison as text: the answers to its three questions, and their limits."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ from multilin.errors import duration, listed, plural
 UNITS = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 AXES = {"tokens": "training tokens", "seconds": "seconds of training", "flops": "FLOPs"}
 RATE = "optimizer.learning_rate"
-SMALLEST = 0.001  # a p below this is not written out
+SMALLEST = 0.001  # the smallest p that is written out
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -43,7 +43,7 @@ def score_text(comparison: Comparison, row: RowRecord) -> str:
 
 
 def difference_text(comparison: Comparison, difference: Difference) -> str:
-    """With its sign, in the unit of the measure."""
+    """The difference with its sign, in the unit of the measure."""
     is_accuracy = comparison.measure == "accuracy"
     return f"{100 * difference.difference:+.1f} points" if is_accuracy else f"{difference.difference:+.3f}"
 
@@ -54,7 +54,7 @@ def share_text(difference: Difference) -> str:
 
 
 def interval_text(comparison: Comparison, difference: Difference) -> str:
-    """The 95 % interval of the difference, in the unit of the measure; empty where there is none."""
+    """The 95 % interval of the difference, in the unit of the measure; empty if there is none."""
     if difference.interval is None:
         return ""
     if comparison.measure == "accuracy":
@@ -63,7 +63,7 @@ def interval_text(comparison: Comparison, difference: Difference) -> str:
 
 
 def p_text(p: float) -> str:
-    """Three decimals, or that there are more zeros."""
+    """p with three decimals, or as `< 0.001`."""
     return f"< {SMALLEST:g}" if p < SMALLEST else f"{p:.3f}"
 
 
@@ -73,7 +73,7 @@ def chance_text(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison, row: RowRecord) -> str:
-    """A row beside the best: the difference, and whether it is more than noise."""
+    """A row against the best: the difference, and whether it is larger than noise."""
     if row.score is None:
         return "failed"
     guesses = "no better than chance" if row.name in comparison.at_chance else ""
@@ -82,7 +82,7 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
         if not comparison.is_ranked:
             return guesses or "not ranked"
         alone, leads = len(comparison.order) == 1, len(comparison.best) > 1
-        return "alone" if alone else "best mean" if leads else "best"
+        return "only row" if alone else "best mean" if leads else "best"
     text = difference_text(comparison, difference)
     if comparison.measure == "bits_per_byte":
         text += f" ({share_text(difference)})"
@@ -95,7 +95,7 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
 
 
 def best_sentence(comparison: Comparison) -> str:
-    """Which row is best at the budget and at equal seconds, and what may be said about that."""
+    """Which row is best at the budget and at equal seconds, and how certain that is."""
     return " ".join(_verdict_sentences(comparison))
 
 
@@ -105,14 +105,14 @@ def _verdict_sentences(comparison: Comparison) -> Iterator[str]:
         return
     if comparison.has_no_learner:
         yield (
-            f"No row has learned it: with {budget_text(comparison)} for each run, none is above chance, which is "
+            f"No row has learned the task: with {budget_text(comparison)} for each run, none is above chance, "
             f"{chance_text(comparison)} of the answers right."
         )
     if comparison.off_budget:
         missed = [f"{name} used {budget_text(comparison, value)}" for name, value in comparison.off_budget.items()]
         hint = "; a budget of tokens does not depend on the machine" if "seconds" in comparison.budget else ""
         yield (
-            f"Nothing is said about which row is best: each run had a budget of {budget_text(comparison)}, but "
+            f"The rows are not ranked: each run had a budget of {budget_text(comparison)}, but "
             f"{listed(missed)}, more than {TOLERANCE:.0%} off{hint}."
         )
     if not comparison.is_ranked:
@@ -133,22 +133,24 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _tuned_unlike(comparison: Comparison) -> str:
-    """A sentence if the rows did not have as many trials of the learning rate; else nothing."""
+    """A sentence if the rows did not have the same number of trials of the learning rate; else empty."""
     rows = [comparison.row(name) for name in comparison.order]
     if not any(RATE in stage for stage in comparison.stages):
         rates = {row.recipe["optimizer"]["learning_rate"] for row in rows}
-        has = "all rows have the same" if len(rates) == 1 else "each row has the one of its recipe or of the sweep"
-        return f"The learning rates were not tuned alike: this comparison tried none, and {has}."
-    # Trials beyond the ends of what is tried follow the same rule in every row.
+        has = (
+            "all rows have the same rate" if len(rates) == 1 else "each row has the rate of its recipe or of the sweep"
+        )
+        return f"The learning rates were not tuned: {has}."
+    # Trials of further values are not counted, as they follow the same rule in every row.
     most = math.prod(map(len, comparison.stages[0].values())) if len(comparison.stages) == 1 else math.inf
     trials = {row.name: min(len(row.tuning), most) for row in rows}
     if len(set(trials.values())) == 1:
         return ""
-    return f"The rows were not tuned alike: {listed([f'{name} had {n} trials' for name, n in trials.items()])}."
+    return f"The rows were not tuned equally: {listed([f'{name} had {n} trials' for name, n in trials.items()])}."
 
 
 def _leader(comparison: Comparison) -> str:
-    """The best row and its distance to the next; and which rows cannot be told from it."""
+    """The best row, its distance to the next, and the rows that may be as good."""
     best = comparison.row(comparison.order[0])
     assert best.score is not None
     unit, seeds = UNITS[comparison.measure], best.score.count
@@ -169,7 +171,7 @@ def _leader(comparison: Comparison) -> str:
         parts.append(f"{_are(noisy)} within noise of it (p > {LEVEL:g}, {_pairs(comparison)})")
     for reason in dict.fromkeys(d.unknown for d in comparison.to_best if d.unknown):
         names = [d.one for d in comparison.to_best if d.unknown == reason]
-        parts.append(f"{listed(names)} cannot be told from it ({reason})")
+        parts.append(f"{listed(names)}: cannot say whether the difference is noise ({reason})")
     return f"{'; '.join(parts)}."
 
 
@@ -180,7 +182,7 @@ def _pairs(comparison: Comparison) -> str:
 def _ahead(comparison: Comparison, difference: Difference) -> str:
     """How far a row is ahead of the next: 0.281 below gpt2, the next (13.2 %; 95 % interval 0.253 to 0.309)."""
     is_text = comparison.measure == "bits_per_byte"
-    factor, digits = (1, 3) if is_text else (-100, 1)  # so that it is positive
+    factor, digits = (1, 3) if is_text else (-100, 1)  # so that the figure is positive
     details = [share_text(difference) + ("" if is_text else " fewer wrong answers")] if difference.share else []
     if difference.interval is not None:
         low, high = sorted(factor * end for end in difference.interval)
@@ -190,7 +192,7 @@ def _ahead(comparison: Comparison, difference: Difference) -> str:
 
 
 def _at_equal_seconds(comparison: Comparison) -> str:
-    """Which row leads when the quickest one ends."""
+    """Which row leads at the time when the quickest row ends."""
     measure, rows = comparison.measure, [comparison.row(name) for name in comparison.order]
     ends = {row.name: mean_course(row, measure)[-1]["seconds"] for row in rows}
     first = min(rows, key=lambda row: ends[row.name])
@@ -211,7 +213,9 @@ def _at_equal_seconds(comparison: Comparison) -> str:
     difference = pairwise(scores, measure, guessing)[0]
     if not difference.difference:
         return f"{when} {leader} and {difference.one} are equal{unknown}."
-    noise = ", within noise" if difference.within_noise else f", {difference.unknown}" if difference.unknown else ""
+    noise = ", within noise" if difference.within_noise else ""
+    if difference.unknown:
+        noise = f"; cannot say whether the difference is noise ({difference.unknown})"
     return f"{when} {leader} leads, {_ahead(comparison, difference)}{noise}{unknown}."
 
 
@@ -225,11 +229,11 @@ def _scores_at(row: RowRecord, seconds: float, measure: str) -> list[float]:
 
 
 def speed_sentence(comparison: Comparison) -> str:
-    """Which rows need least to become as good as the worst row in the end."""
+    """Which rows need the fewest tokens, seconds and FLOPs to become as good as the worst row at its end."""
     rows = [comparison.row(name) for name in comparison.order if name not in comparison.at_chance]
     if len(rows) < 2:
-        learned = " that are better than chance" if comparison.at_chance else ""
-        return f"There are not two rows{learned} whose courses could be compared."
+        learned = "are better than chance" if comparison.at_chance else "have finished"
+        return f"Fewer than two rows {learned}, so their speed of learning cannot be compared."
     ends = {row.name: mean_course(row, comparison.measure)[-1][comparison.measure] for row in rows}
     worst = max(rows, key=lambda row: sign(comparison.measure) * ends[row.name])
     costs = {row.name: cost_to_reach(row, ends[worst.name], comparison.measure) for row in rows}
@@ -244,14 +248,14 @@ def speed_sentence(comparison: Comparison) -> str:
     unit = UNITS[comparison.measure]
     level = f"{100 * ends[worst.name]:.1f} %" if unit == "accuracy" else f"{ends[worst.name]:.3f}"
     level = f"{level} {unit}"
-    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts) or 'all need as much'}."
+    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts) or 'all rows need the same'}."
 
 
 def cost_sentence(comparison: Comparison) -> str:
     """Which rows generate fastest and keep the smallest state after the longest prompt."""
     rows = [row for row in comparison.rows if row.decoding]
     if not rows:
-        return "No model was there to measure."
+        return "No row has a trained model to measure."
     context = max(figures.context for row in rows for figures in row.decoding)
     last = {row.name: figures for row in rows for figures in row.decoding if figures.context == context}
     growing = [row.name for row in rows if row.decoding[-1].state_bytes > row.decoding[0].state_bytes]
@@ -275,7 +279,7 @@ def cost_sentence(comparison: Comparison) -> str:
 def cost_to_reach(row: RowRecord, level: float, measure: str) -> dict[str, float]:
     """Tokens, seconds and FLOPs after which the mean over the seeds first was as good as a level.
 
-    Between two validations the mean is taken to follow a straight line. A row that never was as good spent everything.
+    Between two validations the mean is interpolated linearly. A row that never reached the level gets its whole budget.
     """
     points = mean_course(row, measure)
     for before, point in zip([points[0], *points], points, strict=False):
@@ -297,7 +301,7 @@ def mean_course(row: RowRecord, measure: str) -> list[dict[str, float]]:
 
 
 def remarks_on(comparison: Comparison) -> Iterator[str]:
-    """What limits the whole comparison, a sentence each; the remarks on single rows are with the rows."""
+    """Sentences about the limits of the whole comparison; remarks on single rows are with the rows."""
     recipes = [row.recipe for row in comparison.rows]
     if not comparison.one_tokenizer:
         yield (
@@ -305,28 +309,28 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
             "be compared; bits per byte can, as long as the validation text is the same."
         )
     if len({str(recipe["data"]) for recipe in recipes}) > 1:
-        yield "The rows do not have the same text: a difference may be the text's."
+        yield "The rows have different texts, so a difference may come from the text."
     if len({(row.recipe["model"]["n_positions"], row.tokens_per_step) for row in comparison.rows}) > 1:
-        yield "Blocks or batches differ between rows, so the text does not come in the same order."
+        yield "Block or batch sizes differ between rows, so the rows read the text in different orders."
     if "tokens" not in comparison.budget and len({row.max_steps for row in comparison.rows}) > 1:
         yield f"With a budget of {next(iter(comparison.budget))}, rows are trained on different numbers of tokens."
     if len(comparison.seeds) < FEWEST_SEEDS:
-        yield f"{plural(len(comparison.seeds), 'seed')}: nothing can be said about which differences are noise."
+        yield f"{plural(len(comparison.seeds), 'seed')}: cannot say which differences are noise."
     elif len(comparison.seeds) < 5:
         yield (
-            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences that are large beside the spread; "
-            "`within noise` means not shown, not equal."
+            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences that are large against the "
+            "spread; `within noise` means that no difference was shown, not that the rows are equal."
         )
     if failed := [row.name for row in comparison.rows if row.status == FAILED]:
-        yield f"No figures of {', '.join(failed)}, which failed."
+        yield f"No figures for {listed(failed)}: all runs failed."
     yield from _remarks_on_tuning(comparison)
 
 
 def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     if comparison.final_half:
         yield (
-            "The score is that of the first, third, ... document of the validation text, which are read whole; the "
-            "second, fourth, ... were validated on in training and decided the tuning, and the curves are theirs."
+            "The score is measured on all tokens of the first, third, ... validation documents. The second, fourth, "
+            "... documents decided the tuning and gave the validations in training, and so the curves."
         )
     if not comparison.stages:
         return
@@ -335,7 +339,7 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     share = "" if comparison.trial_share == 1 else f" with {comparison.trial_share:.0%} of the budget"
     yield (
         f"Every row was tuned with the same values on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials "
-        f"each{share}), by {text}; the best ones were then trained with all seeds."
+        f"each{share}), judged by {text}; the best were then trained with all seeds."
     )
     for name, number in {name: len(values) for stage in comparison.stages for name, values in stage.items()}.items():
         further, at_end = [], []
@@ -343,10 +347,10 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
             tried = [run.choice[name] for run in row.tuning]
             if len(comparison.stages) == len(row.choice) == 1 and tried[number:]:
                 further.append(f"{', '.join(map(str, tried[number:]))} for {row.name}")
-            is_number = all(type(value) in (int, float) for value in tried)  # a switch has no end to go beyond
+            is_number = all(type(value) in (int, float) for value in tried)  # a switch has no next value
             if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
                 at_end.append(row.name)
         if further:
-            yield f"Where the best {name} was the last of these, it was tried further: {'; '.join(further)}."
+            yield f"Where the best {name} was the lowest or highest of these, more were tried: {'; '.join(further)}."
         if at_end:
-            yield f"The best {name} of {', '.join(at_end)} is at the end of what was tried: another may do better."
+            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond may be better."

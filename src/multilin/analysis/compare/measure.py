@@ -1,4 +1,4 @@
-"""What models cost to run: seconds to generate a token and bytes of state, after several lengths; and a sample."""
+"""The cost of running models: tokens per second and bytes of state after several lengths; and a sample."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 12, 120
 
 
 class Prefilled:
-    """A model after a prompt of random tokens, ready to generate from there again and again."""
+    """A model after a prompt of random tokens, from which it can generate repeatedly."""
 
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self.model = model
@@ -41,7 +41,7 @@ class Prefilled:
         self.bytes = sum(state_bytes(self.cache))
 
     def generate(self, num_tokens: int) -> float:
-        """Seconds per token over so many tokens after the prompt."""
+        """Generate tokens after the prompt, and return the seconds per token."""
         cache, ids = copy.deepcopy(self.cache), self.last_id
         ids.item()  # waits for the device, as below
         begin = time.perf_counter()
@@ -53,10 +53,10 @@ class Prefilled:
 
 
 def measure_rows(rows: Sequence[RowRecord], output: Path, prompt: str | None) -> list[RowRecord]:
-    """The rows with speed of generation, bytes of state and a sample of the first finished run of each.
+    """The rows with generation speed, bytes of state and a sample, each from the row's first finished run.
 
     Args:
-        rows: with runs in folders below `output`; a row without a finished one stays as it is.
+        rows: rows with runs in folders below `output`; a row without a finished run is not changed.
         output: folder of the comparison.
         prompt: what the samples continue; None generates none.
     """
@@ -82,9 +82,9 @@ def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
     """The run with the score of its model on all validation documents that it was not tuned on.
 
     Args:
-        run: in its folder below `output`; one that failed stays as it is.
+        run: a run in its folder below `output`; a failed run is not changed.
         output: folder of the comparison.
-        recipe: of the run.
+        recipe: recipe of the run.
     """
     if run.status != FINISHED:
         return run
@@ -99,7 +99,7 @@ def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
 
 
 def prompt_of(recipe: Recipe) -> str:
-    """How the first document of a recipe's validation text begins."""
+    """The first words of a recipe's validation text."""
     text = read_text(recipe)
     beginning: str = text.tokenizer.decode(text.validation.opening(0, PROMPT_TOKENS))
     return beginning.rstrip("\ufffd")
@@ -108,7 +108,7 @@ def prompt_of(recipe: Recipe) -> str:
 def _measure_decoding(runs: Mapping[str, Run], recipes: Mapping[str, ModelRecipe]) -> dict[str, list[Decoding]]:
     """Tokens per second and bytes of state after each context, the models taking turns.
 
-    A model that is limited to shorter sequences is replaced by one of the same sizes that just takes them, with random
+    A model that is limited to shorter sequences is replaced by one of the same sizes with a higher limit and random
     weights.
     """
     figures: dict[str, list[Decoding]] = {name: [] for name in runs}
@@ -130,7 +130,7 @@ def _is_long_enough(model: PreTrainedModel, context: int) -> bool:
 
 
 def _long_enough(context: int, recipe: ModelRecipe, trained: PreTrainedModel) -> PreTrainedModel | None:
-    """The trained model, else one like it that takes so many tokens; None where there is none."""
+    """The trained model if it takes `context` tokens, else one like it that does; None if there is none."""
     if _is_long_enough(trained, context):
         return trained
     try:
@@ -149,15 +149,15 @@ def _remarks(trained: PreTrainedModel, decoding: list[Decoding]) -> list[str]:
     if _is_long_enough(trained, CONTEXTS[-1]):
         return []
     if not decoding or decoding[-1].context < CONTEXTS[-1]:
-        return [f"takes at most {limit:,} tokens, so generation was measured up to there"]
+        return [f"reads at most {limit:,} tokens, so generation was measured up to this length"]
     return [
-        f"was trained to take at most {limit:,} tokens; generation after more was measured with models like it that "
-        "take them, with random weights"
+        f"was trained to read at most {limit:,} tokens; generation after more tokens was measured with models of the "
+        "same sizes with a higher limit and random weights"
     ]
 
 
 def _sample(run: Run, prompt: str) -> str | None:
-    """The text that a model generates after a prompt, always the same; None where it can read no more than that."""
+    """The text that a model generates after a prompt, always the same; None if it can read no more than the prompt."""
     room = SAMPLE_TOKENS
     if run.longest_text is not None:
         room = min(room, run.longest_text + 1 - len(text_codec(run.tokenizer).encode(prompt, is_start=True)))

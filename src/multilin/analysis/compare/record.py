@@ -16,7 +16,7 @@ from multilin.settings.inputs import read_json
 from multilin.training.run_folder import RunFolder
 
 FINISHED, FAILED = "finished", "failed"
-# The last files of a model to be moved into place.
+# The files of a model that are written last.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", ADAPTER_WEIGHTS)
 NOT_FINITE = "the loss on the validation text after the last step is not finite"
 TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be ranked
@@ -26,9 +26,9 @@ TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be r
 class Point:
     """A validation in the course of a run.
 
-    seconds: of training alone, validations and checkpoints left out, the tokens of the first line of metrics.jsonl
-        at the median speed.
-    flops: spent on the tokens so far.
+    seconds: of training, without validations and checkpoints; the first line of metrics.jsonl counts at the median
+        speed.
+    flops: floating-point operations for the tokens so far.
     """
 
     step: int
@@ -44,8 +44,8 @@ class Point:
 class RunRecord:
     """One run: a row, a seed, a choice.
 
-    failure: the sentence it ended with, None where it finished.
-    final: the score after the last step on validation documents that nothing was tuned on, where they are kept apart.
+    failure: the error that ended the run; None if it finished.
+    final: the score after the last step on validation documents that tuning did not use; None if there are none.
     tokens_per_second: median over the lines of metrics.jsonl but the first, which holds the warm-up.
     """
 
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def result(self) -> Point:
-        """What is reported: the final score, or the last validation."""
+        """The score that is reported: the final score if there is one, else the last validation."""
         return self.final or self.last
 
 
@@ -82,9 +82,9 @@ class Decoding:
 class RowRecord:
     """One model of the comparison; figures that a failed row lacks are None.
 
-    flops_per_token: of training. choice: the tuned values that were best on the first seed.
-    tuning: the runs that decided it. runs: one for each seed. score: over the finished runs.
-    answers: that a validation asks for on a task; None on a text.
+    flops_per_token: operations of training per token. choice: the tuned values that were best on the first seed.
+    tuning: the runs that decided the choice. runs: one for each seed. score: over the finished runs.
+    answers: number of answers that a validation on a task asks for; None on a text.
     colour: number of the row's colour in the report, which is the same whatever the row's rank.
     memory: bytes of the trained model's state after a sequence of its training length.
     """
@@ -117,7 +117,7 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """The runs of tuning, then those of the seeds, each once."""
+        """The runs of tuning, then the runs of the seeds, each once."""
         scored = {run.folder: run for run in self.runs}
         return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 
@@ -134,7 +134,7 @@ class Comparison:
     measure: what `score` is, "bits_per_byte" or "accuracy".
     one_tokenizer: whether all rows were trained on the same tokens, so that losses per token can be compared too.
     chance: accuracy of the best guess that does not read the sequence; None on a text.
-    at_chance: finished rows that are no better. If they all are, no row is called better than another.
+    at_chance: finished rows that are no better than chance. If all rows are, no row is called better than another.
     off_budget: rows that missed the budget by more than TOLERANCE of it, and what their runs used on average. If there
         are any, no row is called better than another.
     order: finished rows, the best first; in the order of the sweep if they are not ranked.
@@ -192,7 +192,7 @@ class Comparison:
         return next(row for row in self.rows if row.name == name)
 
     def difference_to_best(self, name: str) -> Difference | None:
-        """Between a row and the best; None for the best itself and where there is no such difference."""
+        """The difference between a row and the best; None for the best row, and if the rows are not ranked."""
         return next((difference for difference in self.to_best if difference.one == name), None)
 
 
@@ -238,7 +238,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 def make_row(
     plan: Plan, recipe: dict[str, Any], runs: list[RunRecord], tuning: list[RunRecord], measure: str, colour: int
 ) -> RowRecord:
-    """The record of a row from those of its runs."""
+    """The record of a row from the records of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
     remarks = list(plan.remarks)
     if failures := dict.fromkeys(run.failure for run in runs if run.failure):
@@ -282,9 +282,9 @@ def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
 
 
 def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float] | None:
-    """The value beyond the best one if that is the last of those tried, by the ratio between it and its neighbour.
+    """The next value to try beyond the best one, if the best is the lowest or highest tried; else None.
 
-    Beyond integers it is the nearest integer, as the field may take no other numbers.
+    It continues the ratio between the best value and its neighbour, rounded if the field has integers.
 
     Args:
         tuning: runs with positive values of one field; failed ones count as tried. None if all have the same value.
@@ -311,7 +311,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float], chance: float | None) -> Ranking:
-    """Which rows guess, which missed the budget, the order of all finished ones and their differences."""
+    """Which rows are at chance, which missed the budget, the order of the finished rows, and their differences."""
     ((kind, amount),) = budget.items()
     finished = [row for row in rows if row.score is not None]
     scores = {row.name: row.score for row in finished if row.score is not None}

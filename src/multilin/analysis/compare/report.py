@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML file that needs no network, the same as Markdown, and the figures as JSON."""
+"""The report of a comparison: an HTML file that needs no network, Markdown, and the figures as JSON."""
 
 import dataclasses
 import statistics
@@ -66,7 +66,7 @@ def as_json(comparison: Comparison) -> str:
 
 
 def answers(comparison: Comparison) -> dict[str, str]:
-    """The three questions and what is said about each."""
+    """The three questions of the report, and their answers."""
     return {
         "Which is best at this budget?": best_sentence(comparison),
         "How fast does it learn?": speed_sentence(comparison),
@@ -75,7 +75,7 @@ def answers(comparison: Comparison) -> dict[str, str]:
 
 
 def table(comparison: Comparison, columns: Collection[str] = COLUMNS) -> list[list[str]]:
-    """The cells of every row, the best first, and of guessing on a task."""
+    """The cells of every row, the best first; on a task also a row for chance."""
     rows = [[COLUMNS[name](comparison, row) for name in columns] for row in comparison.ordered]
     if comparison.chance is not None:
         chance = {"row": "chance", "validation": chance_text(comparison)}
@@ -89,7 +89,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def as_html(comparison: Comparison) -> str:
-    """The report as one HTML file, charts and all."""
+    """The report as one HTML file with charts."""
     rows = [comparison.row(name) for name in comparison.order]
     return render(
         "comparison.html.jinja",
@@ -128,11 +128,11 @@ def _content(comparison: Comparison) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "title": comparison.title,
-        "summary": f"{seeds}, {budget_text(comparison)} a run, on {comparison.task or ', '.join(sources)}.",
+        "summary": f"{seeds}, {budget_text(comparison)} per run, on {comparison.task or ', '.join(sources)}.",
         "answers": answers(comparison),
         "columns": list(COLUMNS),
         "cells": table(comparison),
-        "difference_columns": ["row", "against", "difference", "per cent", "95 % interval", "p", "which is"],
+        "difference_columns": ["row", "against", "difference", "per cent", "95 % interval", "p", "verdict"],
         "differences": [_difference(comparison, difference) for difference in comparison.differences],
         "runs": [_run(run) for row in rows for run in row.all_runs],
         "prompt": comparison.prompt,
@@ -185,7 +185,7 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
 
 
 def dots(comparison: Comparison) -> list[dict[str, Any]]:
-    """Every row's seeds, mean and spread, and chance, as places between 0 and 100 on a line, for the first chart."""
+    """Seeds, mean and spread of every row, and chance, as positions from 0 to 100, for the first chart."""
 
     def significance(difference: Difference | None) -> str:
         if difference is None:

@@ -1,6 +1,6 @@
-"""The rows of a sweep: each with its recipe, then with one choice of what is tuned and the steps of the budget.
+"""The rows of a sweep: each with its recipe, then with one choice of the tuned fields and the steps of the budget.
 
-A row's recipe is what it starts from, the base over that, and the row over both. Mistakes are found before training.
+A row starts from a recipe, whose fields the base and then the row replace. Mistakes are found before training.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from multilin.training.recipe import Recipe, check_fields_of_start, check_start,
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 
-VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, where the sweep says nothing else
+VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, unless the sweep gives other numbers
 SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
 LONGEST_PART = 60  # characters of a value in the name of a folder
@@ -44,8 +44,8 @@ Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
 class Row:
     """One model of a comparison.
 
-    values: of its recipe, nested, without seed, steps and folder, which each run adds.
-    recipe: the same with all defaults.
+    values: fields of its recipe, nested, without seed, steps and folder, which each run adds.
+    recipe: the same fields with all defaults.
     stated: the fields that the sweep itself gives, nested.
     """
 
@@ -55,7 +55,7 @@ class Row:
     stated: Values
 
     def with_choice(self, choice: Choice) -> Recipe:
-        """The row's recipe, with every default filled in, and other values of some fields.
+        """The row's recipe with the values of a choice and every default filled in.
 
         Raises:
             InputError: an unknown field or a wrong value.
@@ -77,8 +77,8 @@ class Row:
         names = [name for stage in sweep.stages for name in stage]
         if recipe.training.lora is None and (given := [name for name in names if name.startswith("training.lora.")]):
             raise InputError(
-                f"stages.{given[0]}: given, but the row has no training.lora; begin it with a recipe that has, or take "
-                "the row out"
+                f"stages.{given[0]}: given, but the row has no training.lora; start the row from a recipe that has it, "
+                "or leave the row out"
             )
         own = dataclasses.asdict(recipe)
         return {name: get(own, name) for name in names}
@@ -113,7 +113,7 @@ class Plan:
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
     def trial(self, share: float) -> "Plan":
-        """The same with a share of the steps, validated and saved at its end; with all of them it is the run itself."""
+        """The plan with a share of the steps, validated and saved at its end; with share 1 it is the run itself."""
         if share == 1:
             return self
         steps = max(1, round(share * self.recipe.training.num_steps))
@@ -124,7 +124,7 @@ class Plan:
         return dataclasses.replace(self, recipe=recipe, is_trial=True)
 
     def run(self, output: str, seed: int) -> Recipe:
-        """The recipe of one run, in its folder: OUTPUT/ROW-sSEED, the values of the choice behind it, and `trial`."""
+        """The recipe of one run, whose folder is OUTPUT/ROW-sSEED, then the values of the choice, then `trial`."""
         training = dataclasses.replace(self.recipe.training, seed=seed)
         parts = [self.row.name, f"s{seed}", *_parts(self.choice)] + (["trial"] if self.is_trial else [])
         folder = Path(output, "-".join(parts))
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def speed_name(self) -> str:
-        """What the plan is called in speed.json: numbers of the optimizer and the schedule do not change the cost."""
+        """The plan's name in speed.json, without numbers of optimizer and schedule, which do not change the speed."""
         free = ("optimizer", "schedule")
         costly = {
             name: v for name, v in self.choice.items() if name == "optimizer.name" or name.split(".")[0] not in free
@@ -157,13 +157,13 @@ def rows_of(sweep: Sweep) -> list[Row]:
         if (folder := get(stated, "model.start")) is not None:
             where = "base" if get(base, "model.start") == folder else f"rows.{name}"
             raise InputError(
-                f"{where}.model.start: {shown(folder)} given, but rows take it from a recipe; write it into a file, "
-                "and give that as `recipe`"
+                f"{where}.model.start: {shown(folder)} given, but rows take it from a recipe; write a recipe file "
+                "with it, and give the file as `recipe`"
             )
         source = get(stated, "data.source")
         if sweep.task is not None and source != f"task:{sweep.task}":
             raise InputError(
-                f"rows.{name}.data.source: {shown(source)} given beside the task {sweep.task}; leave one of them out"
+                f"rows.{name}.data.source: {shown(source)} given beside the task {sweep.task}; leave out one of them"
             )
         recipe = stated.pop("recipe", None)
         values = merge(_start(name, recipe, stated, sweep.task), stated)
@@ -177,7 +177,7 @@ def rows_of(sweep: Sweep) -> list[Row]:
 
 
 def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
-    """The values that the base and the row change."""
+    """The values that a row starts from, before the base and the row change them."""
     if recipe is not None:
         if not isinstance(recipe, str):
             raise InputError(
@@ -210,10 +210,10 @@ def _parts(choice: Choice) -> list[str]:
 
 
 def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
-    """Everything that is known before training: the rows with their own values of what is tuned.
+    """The plans of all rows before tuning, with each row's own values of the tuned fields.
 
     Raises:
-        InputError: a row that cannot be trained; it is named.
+        InputError: a row that cannot be trained; the message names it.
     """
     plans = []
     for row in rows_of(sweep):
@@ -226,10 +226,10 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
 
 
 def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProgress) -> Plan:
-    """The row of a plan with another choice.
+    """The plan of the same row with another choice.
 
     Raises:
-        InputError: it cannot be trained.
+        InputError: the choice cannot be trained.
     """
     other = dataclasses.replace(plan, choice=choice)
     if other.speed_name != plan.speed_name:
@@ -238,7 +238,7 @@ def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProg
     recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
     steps = round((sweep.trial_share if sweep.stages else 1) * recipe.training.num_steps)
     if (warmup := recipe.schedule.warmup_steps or 0) >= steps:
-        raise InputError(f"schedule.warmup_steps: {warmup} given for a trial of {plural(steps, 'step')}; give less")
+        raise InputError(f"schedule.warmup_steps: {warmup} given for a trial of {plural(steps, 'step')}; give fewer")
     return dataclasses.replace(other, recipe=recipe)
 
 
@@ -255,18 +255,18 @@ def _plan(row: Row, choice: Choice, progress: TrainingProgress) -> Plan:
 
 
 def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[Plan]:
-    """The plans with the steps that the budget pays for, validated and saved at even distances."""
+    """The plans with as many steps as the budget allows, validated and saved at equal intervals."""
     ((kind, amount),) = sweep.budget.given.items()
     seconds = seconds_per_step(Path(sweep.output), plans, progress) if kind == "seconds" else {}
     result = []
     for plan in plans:
         name, tokens = plan.row.name, float(plan.tokens_per_step)
         costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(plan.speed_name, 0.0)}
-        count = int(amount / costs[kind] * (1 + 1e-12))  # 2 s have twenty steps of 0.1 s
+        count = int(amount / costs[kind] * (1 + 1e-12))  # so that 2 s have 20 steps of 0.1 s, not 19
         if count > MOST_STEPS:
             raise InputError(
-                f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}; give less, so that "
-                f"it is at most {MOST_STEPS:,}"
+                f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}, more than "
+                f"{MOST_STEPS:,}; give less"
             )
         shortest = round(sweep.trial_share * count) if sweep.stages else count
         if shortest <= (warmup := plan.recipe.schedule.warmup_steps or 0):
@@ -292,7 +292,7 @@ def seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress
     path = output / SPEED_FILE
     speeds = read_speeds(path) if path.is_file() else {}
     times: dict[str, list[float]] = {}
-    for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute does not fall on one row
+    for _ in range(MEASURED_TURNS):  # in turns, so that a busy minute slows every row
         for plan in plans:
             if (name := plan.speed_name) not in speeds:
                 progress.message(f"measuring the speed of {name}")
@@ -315,7 +315,7 @@ def read_speeds(path: Path) -> dict[str, float]:
 
 
 def _step_times(plan: Plan) -> list[float]:
-    """Seconds of single steps of a short run; a loss that is not finite fails the row's own runs, and not this one.
+    """Seconds of the steps of a short run; a loss that is not finite fails the row's own runs, not this one.
 
     Raises:
         TrainingInterrupted: SIGINT or SIGTERM.
@@ -335,7 +335,7 @@ def _step_times(plan: Plan) -> list[float]:
                 f"stopped while the speed of {plan.speed_name} was measured; the same command measures it again",
                 stop.exit_code - 128,
             ) from None
-        except TrainingFailed:  # after the last step, as the model is no good
+        except TrainingFailed:  # raised after the last step if the loss is not finite
             if len(RunFolder(output).read_metrics()) < MEASURED_STEPS:
                 raise
         lines = RunFolder(output).read_metrics()[WARM_UP_STEPS:]

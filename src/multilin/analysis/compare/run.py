@@ -39,7 +39,7 @@ from multilin.training.run_folder import RunFolder
 def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress | None = None) -> Comparison:
     """Train every row with every seed, measure the models, and write the reports into the sweep's folder.
 
-    Finished runs are not trained again, stopped ones go on. A run that fails is recorded with its sentence.
+    Finished runs are not trained again, and stopped runs are resumed. A run that fails is recorded with its error.
 
     Args:
         sweep: what to compare.
@@ -48,15 +48,15 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
 
     Raises:
         InputError: a row that cannot be trained, or a folder with runs of another sweep; nothing was trained.
-        TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint; the same call goes on there.
+        TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint; the same call resumes there.
     """
     if num_processes() > 1:
-        raise InputError("compare: runs are compared in one process; start it without torchrun")
+        raise InputError("compare: runs in one process; start it without torchrun")
     check_sweep(sweep)
     if sweep.task is not None:
         find_task(sweep.task)
     output = Path(sweep.output)
-    with locked_folder("output", sweep.output):  # an empty name is refused, which a Path no longer shows
+    with locked_folder("output", sweep.output):  # not `output`, as a Path hides an empty name, which is refused
         if (output / RECIPE_FILE).exists():
             raise InputError(f"output: {output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):
@@ -75,7 +75,7 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         for plan, runs in zip(plans, tuning.values(), strict=True)
     }
     runs: dict[str, list[RunRecord]] = {name: [] for name in best}
-    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # early runs of all rows can be compared
+    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # seed by seed, to compare rows early
         runs[name].append(training.run(plan, seed))
     rows = []
     for name, plan in best.items():
@@ -105,7 +105,7 @@ class _Training:
     def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
         self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
-        self._num_trials: dict[str, int] = {}  # of each row: at most, until they are made
+        self._num_trials: dict[str, int] = {}  # of each row; until it is tuned, at most
         self._num_others = 0
         self._work: dict[str, float] = {}  # of the runs of each row that are not done, see `_work_of`
         self._done: dict[str, tuple[float, float]] = {}  # of each row: work and seconds of its last run
@@ -113,7 +113,7 @@ class _Training:
         self._trained: dict[str, RunRecord] = {}
 
     def begin(self, plans: list[Plan]) -> None:
-        """Count the runs, and refuse folders that hold others, as far as the runs are known, or clear them all."""
+        """Count the runs. Refuse known folders that hold other runs, or clear all folders to overwrite."""
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
             is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # the best trial is then its run
@@ -127,7 +127,7 @@ class _Training:
                 planned = self.plan(plan, choice)
                 for run in (planned, planned.trial(self.sweep.trial_share)):
                     self.check(run.run(self.sweep.output, seed))
-        # Those of later stages too: without the flag, with which a stopped comparison goes on, they would be refused.
+        # Also folders of later stages: a stopped comparison is resumed without the flag, and would refuse them.
         for plan, seed in itertools.product(plans if self.overwrite else (), self.sweep.seeds):
             for ending in ("", "-*"):
                 for path in Path(self.sweep.output).glob(f"{plan.row.name}-s{seed}{ending}/{RECIPE_FILE}"):
@@ -135,14 +135,14 @@ class _Training:
                         RunFolder(path.parent).clear()
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
-        """A row with another choice, planned once."""
+        """A row's plan with another choice, made once."""
         name = f"{plan.row.name} {choice}"
         if name not in self._plans:
             self._plans[name] = plan_choice(self.sweep, plan, choice, self.progress)
         return self._plans[name]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a run whose folder holds another one, or lies in the text."""
+        """Refuse a run whose folder holds another run, or is inside the text."""
         path = Path(recipe.output)
         check_folder("output", path)
         RunFolder(path).check_outside(recipe)
@@ -194,7 +194,7 @@ class _Training:
         return self.run(planned.trial(self.sweep.trial_share), seed)
 
     def run(self, plan: Plan, seed: int) -> RunRecord:
-        """One run, trained unless that is done."""
+        """One run, trained unless it is finished."""
         recipe = plan.run(self.sweep.output, seed)
         self.check(recipe)
         folder, failure, max_steps = Path(recipe.output), None, recipe.training.num_steps
@@ -216,29 +216,29 @@ class _Training:
         return self._trained[recipe.output]
 
     def _work_of(self, plan: Plan) -> float:
-        """The work of a run, to which its time is about in proportion: seconds of the budget, or operations."""
+        """The work of a run, about proportional to its time: seconds of the budget, or operations."""
         if (seconds := self.sweep.budget.seconds) is not None:
             return seconds * (self.sweep.trial_share if plan.is_trial else 1)
         return plan.recipe.training.num_steps * plan.tokens_per_step * plan.flops_per_token
 
     def _seconds_after(self, plan: Plan, seconds: float) -> float:
-        """How long the runs take that follow this one, which takes so many seconds; rows not seen yet go as fast."""
+        """Seconds of all later runs if this run takes `seconds`; rows that have not run are taken to be as fast."""
         here = self._work_of(plan)
         left = self._work | {plan.row.name: self._work[plan.row.name] - here}
         done = {plan.row.name: (here, seconds)} | self._done
         return sum(max(work, 0.0) * s / w for name, work in left.items() for w, s in [done.get(name, (here, seconds))])
 
     def _train(self, recipe: Recipe) -> str | None:
-        """Train; the sentence of what went wrong, None if nothing did."""
+        """Train, and return the error as a sentence; None if there is none."""
         resume = not self.overwrite and (Path(recipe.output) / RECIPE_FILE).is_file()
         try:
             train(recipe, resume=resume, overwrite=self.overwrite, progress=self.progress)
         except TrainingInterrupted as stop:
             sentence, command = str(stop).split("; ")[0], "the same command" + " without --overwrite" * self.overwrite
             raise TrainingInterrupted(
-                f"{Path(recipe.output).name} {sentence}; {command} goes on there", stop.exit_code - 128
+                f"{Path(recipe.output).name} {sentence}; {command} resumes there", stop.exit_code - 128
             ) from None
-        # Whatever ends one run says nothing about the others.
+        # A failed run does not stop the others.
         except (InputError, TrainingFailed, RuntimeError, ValueError, MemoryError) as error:
             is_sentence = isinstance(error, InputError | TrainingFailed)
             reason = " ".join(str(error).split())[:300]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from scipy import special
 
 LEVEL = 0.05  # a difference with a larger p is within noise
-FEWEST_SEEDS = 3  # below which nothing is said about noise
+FEWEST_SEEDS = 3  # for a test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Difference:
     interval: of the difference, with a probability of 95 %.
     p: probability of a difference at least this large between rows that do not differ, corrected by Holm's method for
         all pairs that were tested.
-    unknown: the reason why there is no interval and no p; empty where there are.
+    unknown: why there is no interval and no p; empty if there are both.
     """
 
     one: str
@@ -42,7 +42,7 @@ class Difference:
 
     @property
     def within_noise(self) -> bool | None:
-        """Whether the seeds alone may make such a difference; None where that is unknown."""
+        """Whether different seeds alone may cause such a difference; None if that is unknown."""
         return None if self.p is None else self.p > LEVEL
 
 
@@ -102,9 +102,9 @@ def _corrected(differences: list[Difference]) -> list[Difference]:
 
 
 def is_above_chance(accuracy: float, chance: float, num_answers: int, num_rows: int) -> bool:
-    """Whether guessing hardly ever has so many right answers, by a binomial test, corrected for the number of rows.
+    """Whether guessing rarely has as many right answers, by a binomial test, corrected for the number of rows.
 
-    Seeds answer the same questions, so that their mean is tested like one of them.
+    All seeds answer the same questions, so their mean is tested like a single seed.
     """
     num_right = round(accuracy * num_answers)
     return bool(num_right > 0 and special.bdtrc(num_right - 1, num_answers, chance) <= LEVEL / num_rows)

@@ -1,4 +1,4 @@
-"""The sweep file: which models are compared, on what, with how much, and how often; docs/compare.md shows one."""
+"""The sweep file: the models of a comparison, its text, budget and seeds; docs/compare.md shows one."""
 
 import dataclasses
 import itertools
@@ -62,11 +62,11 @@ class Sweep:
     task: str | None = None  # a recall task instead of a text, such as mqar
     stages: Annotated[list[Stage], MaxLen(20)] = field(default_factory=list)  # of tuning: fields to the values tried
     trial_share: Share = 1.0  # of the budget that a trial of tuning has
-    extend: RepeatCount = 0  # values more, at most, for a row whose best is the lowest or highest tried
+    extend: RepeatCount = 0  # at most this many further values where the best is the lowest or highest
     final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
-    like: PathText | None = None  # a sweep file beside this one; base and rows begin with its base and rows
+    like: PathText | None = None  # a sweep file beside this one, whose base and rows this one changes
     output: PathText = ""  # folder for the runs and the report
-    colours: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows by the colours of their curves
+    colours: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows in the order of their colours
 
     def colour(self, row: str) -> int:
         """The number of a row's colour in reports."""
@@ -74,7 +74,7 @@ class Sweep:
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
-    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or small ones on a task."""
+    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or smaller on a task."""
     name = TEXT_SWEEP if task is None else TASK_SWEEP
     return load_sweep(Path(str(resources.files("multilin") / "sweeps" / f"{name}.yaml")))
 
@@ -86,7 +86,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
 
     Args:
         names: a sweep file, or recipes and models.
-        task: what the models are trained on, where no sweep file says so.
+        task: a task to train the models on, unless a sweep file gives one.
 
     Raises:
         InputError: neither a sweep, a recipe nor a model, or too few rows to compare.
@@ -121,13 +121,13 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
 
 
 def _row_name(recipe: str) -> str:
-    """What a recipe's row is called: the name of its file or run, with _ for what a row's name cannot have."""
+    """The name of a recipe's row: of its file or run, with _ for characters that a row's name cannot have."""
     path = Path(recipe)
     return re.sub(r"[^\w.+-]", "_", path.stem if path.suffix in (".yaml", ".yml") else path.resolve().name)
 
 
 def load_sweep(path: Path) -> Sweep:
-    """Read a sweep file, and the one that it is like.
+    """Read a sweep file, and the file that its `like` names.
 
     Raises:
         InputError: no such file, not YAML, an unknown field, or a value that is not accepted.
@@ -150,9 +150,9 @@ def _read_sweep(path: Path, name: str) -> Sweep:
 
 
 def _over(other: Sweep, sweep: Sweep) -> Sweep:
-    """The sweep with its base and its rows over those of another one."""
+    """The sweep with its base and rows merged over the base and rows of another sweep."""
     if other.like is not None:
-        raise InputError(f"like: {sweep.like} given, but that is like {other.like} itself; name a sweep that is not")
+        raise InputError(f"like: {sweep.like} given, but that is like {other.like} itself; name a sweep without `like`")
     for name in sweep.rows:
         if name not in other.rows:
             raise InputError(f"like: {sweep.like} has no row {shown(name)}{nearest(name, other.rows)}")
@@ -165,7 +165,7 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
-    """Dotted names as nested dictionaries; `where` in the sweep file they stand, or `--` for flags, is for messages.
+    """Turn dotted names into nested dictionaries; `where` is their place in the sweep file, or `--` for flags.
 
     Raises:
         InputError: a field that the sweep decides.
@@ -179,7 +179,7 @@ def nested(values: Mapping[str, Any], where: str) -> Values:
 
 
 def check_sweep(sweep: Sweep) -> None:
-    """Check what the types of the fields cannot.
+    """Check what the types of the fields cannot check.
 
     Raises:
         InputError: no rows or a name that cannot be a folder's, seeds twice, not one budget, a field that is not tuned.
@@ -188,7 +188,7 @@ def check_sweep(sweep: Sweep) -> None:
         raise InputError("rows: none given; a sweep compares at least one row")
     for name in sweep.rows:
         if not _ROW_NAME.fullmatch(name):
-            raise InputError(f"rows: {shown(name)} given, but a row is named by letters, digits and . _ + -")
+            raise InputError(f"rows: {shown(name)} given, but names of rows have only letters, digits and . _ + -")
     if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
         raise InputError(f"seeds: {sweep.seeds} given, but it should be a list of different numbers, such as [0, 1, 2]")
     if len(sweep.budget.given) != 1:
@@ -199,14 +199,14 @@ def check_sweep(sweep: Sweep) -> None:
         for name in stage:
             if name.split(".")[0] not in _TUNED:
                 raise InputError(
-                    f"stages.{number}.{name}: given, but {listed(_TUNED)} are tuned; make rows of other choices"
+                    f"stages.{number}.{name}: given, but {listed(_TUNED)} can be tuned; make rows for other fields"
                 )
         if (num_choices := math.prod(map(len, stage.values()))) > MOST_CHOICES:
             raise InputError(f"stages.{number}: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
     if sweep.extend and not _is_extendable(sweep.stages):
         raise InputError(
             f"extend: {sweep.extend} given, but only one stage of one field with two or more different positive "
-            "numbers or multiples can go on"
+            "numbers or multiples can be extended"
         )
     if sweep.final_half and sweep.task is not None:
         raise InputError(f"final_half: true given, but the task {sweep.task} makes new sequences; leave it out")
@@ -226,25 +226,25 @@ def changed(
     Args:
         sweep: of a file, or built in.
         budget: replaces the sweep's if one is given.
-        num_seeds: train with seeds 0, 1, ... so many.
+        num_seeds: number of seeds, which are 0, 1, ...; None keeps the sweep's.
         task: replaces the sweep's.
         changes: dotted fields of the recipe to their values, for every row; `output` is the sweep's.
         only: names of the rows to keep; None keeps all.
 
     Raises:
-        InputError: a field that the sweep decides, or a name of no row.
+        InputError: a field that the sweep decides, or a row that does not exist.
     """
     for name in only or ():
         if name not in sweep.rows:
             raise InputError(
-                f"--only: {shown(name)} is no row{nearest(name, sweep.rows)}; rows are {listed(list(sweep.rows))}"
+                f"--only: there is no row {shown(name)}{nearest(name, sweep.rows)}; rows are {listed(list(sweep.rows))}"
             )
     changes = dict(changes)
     output = changes.pop("output", sweep.output)
     over = nested(changes, "--")
     for name in ("model.architecture", "model.layers"):
         if get(over, name) is not None:
-            raise InputError(f"--{name}: given, but it tells the rows apart; name the models, or write a sweep file")
+            raise InputError(f"--{name}: given, but rows differ in it; name the models, or write a sweep file")
     sweep = dataclasses.replace(
         sweep,
         rows={
@@ -256,14 +256,14 @@ def changed(
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
         task=sweep.task if task is None else task,
         output=output,
-        colours=sweep.colours or list(sweep.rows),  # which a row keeps where others are left out
+        colours=sweep.colours or list(sweep.rows),  # a row keeps its colour where others are left out
     )
     check_sweep(sweep)
     return sweep
 
 
 def _frame(recipe: Recipe, *, with_text: bool) -> Values:
-    """The fields of a recipe that models compared with it share: sizes, batches, and text and tokenizer if asked."""
+    """The fields of a recipe that models compared with it share: sizes, batches, and text if `with_text`."""
     values, model = dataclasses.asdict(recipe), recipe.model
     num_layers = len(model.layers) if model.layers else model.num_layers
     sizes = {"hidden_size": model.hidden_size, "n_positions": model.n_positions}
@@ -290,7 +290,7 @@ def choices_of(stage: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[
         best: field to value, of all fields of all stages.
 
     Raises:
-        InputError: a multiple of what is no number.
+        InputError: a multiple of a value that is not a number.
     """
     tried = [[_value(name, value, best[name]) for value in values] for name, values in stage.items()]
     return [{**best, **dict(zip(stage, chosen, strict=True))} for chosen in itertools.product(*tried)]
@@ -305,7 +305,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _value(name: str, value: Any, best: Any) -> Any:
-    """A value of a stage; a multiple such as `x0.5` is one of the best so far.
+    """A value of a stage; a multiple such as `x0.5` multiplies the best value so far.
 
     YAML reads 0 and 1 as integers. Beside a float they become floats, as multiples of integers are rounded.
     """

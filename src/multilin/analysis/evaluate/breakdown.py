@@ -21,7 +21,7 @@ CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", 
 FREQUENCIES = (10, 100, 1000)
 NUM_EXTREMES = 3
 QUANTILES = (0.1, 0.5, 0.9)
-FEWEST_BYTES = 100  # in documents that are ranked
+FEWEST_BYTES = 100  # of a document that is ranked
 OPENING_TOKENS = 12
 
 
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A score and its parts; each list has every scored token in one part, so that its parts sum up to the whole.
+    """A score and its parts; in each list every scored token is in one part, so the parts sum to the whole.
 
     by_position: by the number of tokens read before, the start token included, in bins that double in size.
     by_document: one part per document with a scored token, in order; its name is the number of the document.
@@ -80,7 +80,7 @@ class _Tally:
             self.sums[row] += np.bincount(groups, weights, minlength=len(self.names))
 
     def parts(self, bytes_per_counted: float) -> list[Part]:
-        """Groups that have tokens."""
+        """The groups that have tokens."""
         groups = zip(self.names, *self.sums.tolist(), strict=True)
         return [
             Part(name, int(tokens), sizes * bytes_per_counted, nats) for name, tokens, sizes, nats in groups if tokens
@@ -96,7 +96,7 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
     kinds = TokenKinds(tokenizer, packed.description.vocab_size)
     counts_V = packed.token_counts()
     if packed.is_answer is None:
-        counts_V[packed.description.start_token_id] = 0  # it begins documents, and is not scored
+        counts_V[packed.description.start_token_id] = 0  # begins documents and is not scored
     frequency_V = _frequency_classes(counts_V)
     num_bins = math.floor(math.log2(max(packed.num_tokens, 2))) + 1
     edges = [0, *FREQUENCIES]
@@ -129,8 +129,8 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
 class TokenKinds:
     """Sorts the tokens of a vocabulary into CLASSES, by their text and the text of the token before.
 
-    A word starts at a token that begins with a letter, after a space or a token that does not end in a letter or digit.
-    Parts of characters, special tokens and other signs are "other".
+    A token starts a word if it begins with a letter and follows a space or a token that does not end in a letter or
+    digit. Parts of characters, special tokens and other signs are "other".
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
@@ -172,7 +172,7 @@ def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def as_data(breakdown: Breakdown) -> dict[str, Any]:
-    """The score and its parts as plain data; for documents, their number, and quantiles and extremes of the score."""
+    """The score and its parts as plain data; of documents only the number, and quantiles and extremes of the score."""
     return dataclasses.asdict(breakdown.evaluation) | {
         "by_position": _data(breakdown.by_position),
         "by_document": _documents(breakdown),
@@ -192,7 +192,7 @@ def _documents(breakdown: Breakdown) -> dict[str, Any]:
         return data
     values = np.quantile([part.bits_per_byte for part in ordered], QUANTILES).tolist()
     data["bits_per_byte_quantiles"] = dict(zip(map(str, QUANTILES), values, strict=True))
-    # A document among the best is not among the worst too.
+    # No document is both among the best and among the worst.
     extremes = {"best": ordered[:NUM_EXTREMES], "worst": ordered[NUM_EXTREMES:][-NUM_EXTREMES:][::-1]}
     for name, parts in extremes.items():
         openings = [{"begins_with": breakdown.openings[part.name]} for part in parts]

@@ -30,8 +30,8 @@ from multilin.training.losses import Scored, chosen_blocks, read_blocks
 from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.run_folder import RunFolder
 
-BLOCK_SIZE = 1024  # of a model without a longest text and without a recipe
-CHUNK_TOKENS = 512  # of a document that is read whole, in one forward pass
+BLOCK_SIZE = 1024  # tokens, for a model without a longest text and without a recipe
+CHUNK_TOKENS = 512  # in one forward pass, where documents are read whole
 
 DEFAULTS = EvaluationSettings()
 
@@ -46,11 +46,11 @@ def break_down_run(
     Args:
         run: the model and its tokenizer.
         settings: the text to score on.
-        long: read every document whole, however long, instead of blocks.
-        progress: called now and then.
+        long: read every document whole, however long, instead of in blocks.
+        progress: called at intervals.
 
     Raises:
-        InputError: the text cannot be read, or none is given and the folder has no recipe that names one; or `long` is
+        InputError: the text cannot be read, no text is given and the folder has no recipe that names one, or `long` is
             given and the model cannot read texts of any length.
     """
     whole_model = check_reads_any_length(run) if long else None
@@ -93,14 +93,14 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
         InputError: there is no recipe, or its text cannot be read.
     """
     if recipe is None:
-        raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give one")
+        raise InputError(f"source: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give a text")
     with prefixed(f"the text of {run.folder} (paths are relative to the folder where its training was started): "):
         text = read_text(recipe, progress, run.folder)
     of_text = tokenizer_hash(text.tokenizer)
     if trained_end(run.tokenizer, of_text) is None or _text_identity(run.folder) not in (None, text.identity):
         warnings.warn(
-            f"{recipe.data.name} is not the text it was when {run.folder} was trained: what is validation text now "
-            "may have been training text then",
+            f"{recipe.data.name} has changed since {run.folder} was trained: its validation text may now contain "
+            "text that the run was trained on, which makes the score too good",
             stacklevel=2,
         )
     if of_text == tokenizer_hash(run.tokenizer):
@@ -110,7 +110,7 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
 
 
 def _text_identity(folder: Path) -> str | None:
-    """The identity of the text of a run, as it was recorded; None where it was not."""
+    """The identity of the text of a run, as recorded in its folder; None if it is not recorded."""
     path = RunFolder(folder).data
     content = read_json(path, "run") if path.is_file() else None
     return content.get("content") if isinstance(content, dict) else None
@@ -129,14 +129,14 @@ def read_whole(
     max_tokens: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Scored]:
-    """Score every document from start to end, however long, each token given the whole document before it.
+    """Score every document from start to end, however long: each token is predicted from all tokens before it.
 
-    Of conversations only the tokens of answers are scored.
+    In conversations only the tokens of answers are scored.
 
-    The state carries the past from chunk to chunk, so that memory does not grow.
+    The state carries the past from chunk to chunk, so memory does not grow.
 
     Args:
-        model: a model without a longest text; its training mode is left as it was.
+        model: a model without a longest text; its training mode is not changed.
         packed: the text, packed with the model's tokenizer.
         chunk_tokens: tokens in one forward pass; the losses do not depend on it.
         max_tokens: stop after about this many tokens.
@@ -166,12 +166,12 @@ def check_reads_any_length(run: Run) -> MultilinForCausalLM:
     """The model of a run, if it reads texts of any length in constant memory.
 
     Raises:
-        InputError: it has a longest text, or is of another kind.
+        InputError: the model has a longest text, or is not a model of multilin.
     """
     if run.longest_text is not None:
         raise InputError(
-            f"long: this model reads at most {run.longest_text} tokens; leave --long out, and it reads in blocks"
+            f"long: this model reads at most {run.longest_text} tokens; leave out --long to read in blocks"
         )
     if not isinstance(run.model, MultilinForCausalLM):
-        raise InputError(f"long: a {run.model.config.model_type} model given, whose memory grows with what it has read")
+        raise InputError(f"long: the memory of {run.model.config.model_type} grows with the text; leave out --long")
     return run.model

@@ -1,7 +1,7 @@
-"""EleutherAI's lm-eval with our models: `multilin evaluate RUN --tasks ...`, and lm-eval's own `--model multilin`.
+"""Scores on tasks of EleutherAI's lm-eval: `multilin evaluate RUN --tasks ...`, and lm-eval's own `--model multilin`.
 
-lm-eval versions with plug-ins find the model through the entry point `lm_eval.models`; for those before, this module
-runs their command line with the model registered:
+Versions of lm-eval with plug-ins find the model through the entry point `lm_eval.models`. For older versions, this
+module runs lm-eval's command line with the model registered:
 
     python -m multilin.analysis.evaluate.tasks run --model multilin --model_args pretrained=RUN --tasks ...
 """
@@ -29,10 +29,10 @@ from multilin.settings.inputs import check_regular
 class MultilinLM(HFLM):
     """A run as a model of lm-eval.
 
-    Texts are cut into the windows of `evaluate`: as many tokens are predicted at once as in a block, the start token
-    stands before a text, and special tokens that are spelled out in a text are text. So for a text of whole windows
-    `bits_per_byte` and `byte_perplexity` are `evaluate`'s; in a last window that is not full lm-eval lets the model
-    read further back. Contexts of other tasks begin without a start token, as is lm-eval's custom.
+    Texts are cut into windows as in `evaluate`: a window predicts as many tokens as a block, the start token precedes a
+    text, and special tokens that a text spells out are read as text. For a text of whole windows `bits_per_byte` and
+    `byte_perplexity` therefore equal `evaluate`'s. In a last window that is not full, lm-eval gives the model more
+    context. Contexts of other tasks begin without a start token, which is lm-eval's default.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class MultilinLM(HFLM):
         **others: Any,
     ) -> None:
         if trust_remote_code:
-            raise InputError("trust_remote_code: True given, but no code that comes with a model is run")
+            raise InputError("trust_remote_code: True given, but multilin never runs code that comes with a model")
         if others:
             raise InputError(f"{next(iter(others))}: unknown argument of the model multilin")
         run = run or load_run(pretrained)
-        # lm-eval's command line asks for cuda:0 where nothing is said, and takes what there is.
+        # lm-eval's command line asks for cuda:0 by default, also on machines without a GPU.
         if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
             run.model.to(device)
         self._codec = text_codec(run.tokenizer)
@@ -67,7 +67,7 @@ class MultilinLM(HFLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
-        """The tokens that training makes of a text."""
+        """Encode a text as in training."""
         ids = self._codec.encode(string)
         return ids[-left_truncate_len:] if left_truncate_len else ids
 
@@ -87,17 +87,17 @@ def evaluate_tasks(
         run: the model and its tokenizer.
         tasks: names of tasks or groups.
         folder: a folder with further tasks (YAML).
-        trust_task_code: allow what is in the folder to run. lm-eval imports the Python that `!function` names, and its
-            templates, which are no sandbox, can reach as far as any program; neither can be told from the YAML alone.
+        trust_task_code: allow code in the folder to run. lm-eval imports the Python files that `!function` names and
+            evaluates templates without a sandbox; the YAML alone does not show what either does.
         limit: examples of each task; None takes all.
         batch_size: sequences per forward pass.
 
     Raises:
-        InputError: an unknown task, one whose data cannot be had, or a folder that is not trusted.
+        InputError: an unknown task, a task whose data cannot be loaded, or a folder that is not trusted.
     """
     if folder is not None:
         _check_folder(Path(folder), trust_task_code)
-    # What is wrong in a task of one's own ends in errors of many kinds; lm-eval's own can only lack their data.
+    # A mistake in a user's task can raise any exception; lm-eval's own tasks can only lack their data.
     with as_input_error(
         lambda reason: f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})",
         OSError if folder is None else Exception,
@@ -118,20 +118,20 @@ def evaluate_tasks(
 
 
 def _check_folder(folder: Path, is_trusted: bool) -> None:
-    """Refuse a folder whose code is not trusted, or with files that lm-eval would look for in vain, or wait for."""
+    """Refuse a folder that is not trusted or missing, or has pipes or broken links, on which lm-eval fails."""
     if not is_trusted:
         raise InputError(
             f"--task-folder: {shorten(str(folder))} can run code, as lm-eval imports Python from it and evaluates its "
-            "templates; look at it, and give --trust-task-code too"
+            "templates; inspect it, and add --trust-task-code"
         )
     if not folder.is_dir():
-        raise InputError(f"--task-folder: {shown(str(folder))} is no folder")
+        raise InputError(f"--task-folder: there is no folder {shown(str(folder))}")
     for path in sorted(folder.rglob("*.yaml")):
         check_regular(path, "--task-folder")
 
 
 def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:
-    """A manager that knows the tasks; lm-eval's own, thousands of files, are looked through only if they are needed."""
+    """A manager that knows the tasks; lm-eval's own thousands of files are searched only if needed."""
     if folder is not None:
         manager = TaskManager(include_path=folder, include_defaults=False)
         if set(tasks) <= set(manager.all_tasks):

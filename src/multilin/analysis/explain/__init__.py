@@ -1,4 +1,4 @@
-"""What a trained model read of a text, by the weights of its layers, checked by removing every token."""
+"""Explaining what a trained model reads in a text: the weights of its layers, checked by removing each token."""
 
 from multilin.analysis.explain.explanation import Explanation, explain
 

@@ -1,6 +1,6 @@
-"""What a model read of a text: the weights of its forward pass, and the effects of removing each token.
+"""What a model reads in a text: the weights of its forward pass, and the effects of removing each token.
 
-Each token is taken out of the text in turn, and the text is read again.
+Each token is removed in turn, and the model reads the text again.
 """
 
 import inspect
@@ -22,9 +22,9 @@ from multilin.runs.load import longest_text
 NUM_GUESSES = 3
 
 ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers gives it."
-MEAN = "A weight is the mean of the shares over all layers and heads, own terms counted for the own token."
-FEWEST_RANKED = 3  # tokens below which a rank correlation says nothing
-MOST_LOGITS = 2**24  # of one forward pass
+MEAN = "A weight is the mean of the shares over all layers and heads; each token's weight on itself is included."
+FEWEST_RANKED = 3  # tokens, for a rank correlation that means something
+MOST_LOGITS = 2**24  # in one forward pass
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """(B, T, V) float64, or the last `kept` of T; `positions_BT` are given to models that take positions."""
+    """(B, T, V) float64 at all positions, or at the last `kept`; models that take positions get `positions_BT`."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
-        # Without a mask transformers would take a gap in the positions for the start of another text.
+        # Without a mask transformers takes a gap in the positions for the start of another text.
         arguments |= {"position_ids": positions_BT, "attention_mask": torch.ones_like(ids_BT)}
     with torch.inference_mode():
         logits: Tensor = model(**arguments).logits
@@ -72,7 +72,7 @@ def measure_removal(
     for first in range(1, num_tokens, batch_size):
         removed = range(first, min(first + batch_size, num_tokens))
         left_BK = torch.stack([place_T[place_T != place] for place in removed])
-        # Before the first of them nothing has changed.
+        # Predictions before the first removed token do not change.
         without_BKV = next_token_log_probabilities(model, ids_T[left_BK], num_tokens - first, left_BK)
         for place, all_KV in zip(removed, without_BKV, strict=True):
             with_KV, without_KV = whole_TV[place:], all_KV[place - first :]
@@ -168,7 +168,7 @@ class Explanation:
     token_ids: (T,) the text.
     losses: (T - 1,) -ln p of each token after the start token, in nats.
     guesses: the likeliest next tokens after each token, (id, probability).
-    steps: first the mean over all layers, if every weight is a share; empty for a model that shows no weights.
+    steps: first the mean over all layers, if every weight is a share; empty for a model without readable weights.
     removal: effects of removing tokens; None if they were not asked for.
     """
 
@@ -200,8 +200,8 @@ def explain(
     """Record the weights with which each position reads a text, and the effect of removing each token.
 
     Args:
-        model: a causal language model of transformers, in evaluation mode; for a model of another kind than ours, the
-            weights are its attention, if it can return it.
+        model: a causal language model of transformers, in evaluation mode; if it is not multilin's, its weights are
+            its attention weights, if it returns them.
         token_ids: the text, its start token first.
         remove: measure the effects of removing each token.
         batch_size: sequences, each without one token, in one forward pass.
@@ -232,13 +232,13 @@ def explain(
 
 
 def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
-    """Places of at most so many values, the largest in size first, without 0 and nan."""
+    """Indices of at most `number` values, the largest in size first; 0 and nan are left out."""
     sizes_S = np.abs(np.nan_to_num(values_S))
     return [int(place) for place in np.argsort(-sizes_S, kind="stable")[:number] if sizes_S[place]]
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """(..., S) values of tokens as (..., C) of characters of so many tokens: the largest in size, nan if all are."""
+    """(..., S) values of tokens as (..., C) of characters of `lengths` tokens: the largest in size, else nan."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)
@@ -275,7 +275,7 @@ def attentions(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Re
     """The attention of a model of transformers; empty if the model has none or cannot return it."""
     before = model.config._attn_implementation
     try:
-        model.set_attn_implementation("eager")  # the others never form the weights
+        model.set_attn_implementation("eager")  # other implementations do not compute the weights
         with torch.inference_mode():
             weights = model(input_ids=ids_T[None], use_cache=False, output_attentions=True).attentions
     except (ValueError, NotImplementedError):

@@ -31,7 +31,7 @@ LINES = 40  # of text that a panel of the picture shows
 
 
 def write_files(report: Report, folder: Path) -> list[Path]:
-    """Write explain.html, explain.png and explain.json, each beside its place and renamed."""
+    """Write explain.html, explain.png and explain.json, each complete or not at all."""
     contents: dict[str, str | bytes] = {"html": page(report), "png": picture(report), "json": as_json(report)}
     paths = [folder / f"explain.{suffix}" for suffix in contents]
     with locked_folder("--output", folder):  # which removes a new one if nothing can be written to it
@@ -41,10 +41,10 @@ def write_files(report: Report, folder: Path) -> list[Path]:
 
 
 def as_json(report: Report) -> str:
-    """Everything, every number beside its meaning.
+    """The explanation as JSON, with the meaning of every number.
 
-    Weights and effects are given in rows, one per position: {"first": s, "values": [...]} holds those of tokens s,
-    s + 1 and so on, and nothing is read or changed outside a row.
+    Weights and effects are in rows, one per position: {"first": s, "values": [...]} holds the values of tokens s, s + 1
+    and so on. The position does not read tokens outside its row, and their removal has no effect on it.
     """
     names = {"answer": answer(report), "finding": finding(report.explanation)}
     names |= {"run": report.run, "source": report.source}
@@ -52,7 +52,7 @@ def as_json(report: Report) -> str:
 
 
 def page(report: Report) -> str:
-    """The page, with everything it shows inside."""
+    """The explanation as one HTML file."""
     return render(
         "explain.html.jinja",
         run=report.name,
@@ -130,7 +130,7 @@ def _list(values: NDArray[np.float64], packed: bool) -> list[float | None] | str
 
 
 def _rounded(value: float) -> float | None:
-    """The value with DIGITS digits; None for nan, which stands for a value that cannot be measured."""
+    """The value with DIGITS digits; None for nan, which marks a value that was not measured."""
     return None if value != value else float(f"{value:.{DIGITS}g}")
 
 
@@ -149,7 +149,7 @@ def picture(report: Report) -> bytes:
         axes.set_title(title, fontsize=8.5, loc="left", wrap=True)
     stream = io.BytesIO()
     with warnings.catch_warnings():
-        # A box stands for a character that the font lacks; the page shows it.
+        # A character that the font lacks is drawn as a box; the page shows it.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(stream, format="png", dpi=130)
     return stream.getvalue()
@@ -164,11 +164,11 @@ def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
         panels.append((title, explanation.last_weights_S))
     if explanation.last_effects_S is not None:
         title = (
-            "Effect of each token's removal on the prediction after the last position; its own is left out.\n"
-            "The Kullback-Leibler divergence in nats of the prediction with and without the token."
+            "How much the prediction after the text changes when a token is removed; the last token is left out.\n"
+            "Kullback-Leibler divergence in nats between the predictions with and without the token."
         )
         panels.append((title, explanation.last_effects_S))
-    return panels or [("The text; nothing was measured.", np.zeros(len(report.tokens)))]
+    return panels or [("The text; neither weights nor effects were measured.", np.zeros(len(report.tokens)))]
 
 
 def _pieces(texts: list[str]) -> Iterator[tuple[int, int, int, str]]:
@@ -194,7 +194,7 @@ def _draw(axes: "Axes", pieces: list[tuple[int, int, int, str]], values: NDArray
 
     largest = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
     is_signed = bool((values < 0).any())
-    # The light part of the map: text stays readable on it.
+    # The light part of the map, on which text is readable.
     name, first, last = ("PuOr_r", 0.2, 0.8) if is_signed else ("Blues", 0.0, 0.55)
     colours = ListedColormap(colormaps[name](np.linspace(first, last, SHADES)))
     shades: Any = ScalarMappable(Normalize(-largest if is_signed else 0.0, largest), colours)
@@ -202,7 +202,7 @@ def _draw(axes: "Axes", pieces: list[tuple[int, int, int, str]], values: NDArray
     for index, line, column, text in pieces:
         if line >= LINES:
             axes.text(
-                0, LINES + 0.6, f"and {plural(num_lines - LINES, 'line')} more, on the page", fontsize=8, color="0.4"
+                0, LINES + 0.6, f"and {plural(num_lines - LINES, 'line')} more in explain.html", fontsize=8, color="0.4"
             )
             break
         if (value := values[index]) == value:

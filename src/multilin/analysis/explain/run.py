@@ -21,11 +21,11 @@ from multilin.runs.files import RECIPE_FILE
 from multilin.runs.load import Run
 
 PASSAGE_TOKENS = 128
-PAIR_BYTES = 8  # of a weight or an effect
-FOLLOWS, LOOSELY = 0.5, 0.2  # rank correlations from which weights follow the effects, and follow them loosely
+PAIR_BYTES = 8  # bytes of a weight or an effect
+FOLLOWS, LOOSELY = 0.5, 0.2  # least rank correlations of weights that follow the effects, mostly and loosely
 
 NUM_NAMED = 3  # tokens in the answer
-FELT = 0.01  # nats; a smaller change of the prediction is hardly one
+FELT = 0.01  # nats; the answer names no smaller change of the prediction
 
 DEFAULTS = ExplainSettings()
 
@@ -55,7 +55,7 @@ class Report:
         return Path(self.run).resolve().name
 
     def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values of tokens as values of the `characters`, see there."""
+        """The values of tokens as values of the `characters`."""
         return by_character(values_S, [num_tokens for num_tokens, _ in self.characters])
 
     @property
@@ -77,7 +77,7 @@ def explain_run(
         run: the model and its tokenizer.
         text: the text; None takes the beginning of a document of the validation text.
         settings: see ExplainSettings.
-        progress: called now and then.
+        progress: called at intervals.
 
     Raises:
         InputError: no text, a text together with a document, or a text longer than the model can read or than
@@ -87,7 +87,7 @@ def explain_run(
         ids, source = _passage(run, settings, progress)
     else:
         if settings.document is not None:
-            raise InputError(f"--document: {settings.document} given together with a text; leave one of them out")
+            raise InputError(f"--document: {settings.document} given together with a text; leave out one of them")
         ids, source = text_codec(run.tokenizer).encode(text), "the given text"
     if len(ids) > settings.max_tokens:
         raise InputError(
@@ -125,7 +125,7 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
 
 
 def answer(report: Report) -> str:
-    """Which tokens the model weighed most for its prediction after the text, and what their removal changes."""
+    """The tokens with the largest weights for the prediction after the text, and what their removal changes."""
     explanation = report.explanation
     weights_S, effects_S = explanation.last_weights_S, explanation.last_effects_S
     guess, share = explanation.guesses[-1][0]
@@ -133,15 +133,15 @@ def answer(report: Report) -> str:
     weighed = [] if weights_S is None else largest(weights_S, NUM_NAMED)
     names = [f"{label} at {place}" if place else "the start of the text" for place, label in enumerate(report.labels)]
     if weights_S is None:
-        sentences.append("Its weights cannot be shown.")
+        sentences.append("It has no readable weights.")
     elif weighed:
         first = explanation.steps[0]
-        where = f"In {first.label} it" if first.layer and len(explanation.steps) > 1 else "It"
-        sentences.append(f"{where} weighed {listed([f'{names[i]} ({weights_S[i]:.2g})' for i in weighed])} most.")
+        where = f"In {first.label} its" if first.layer and len(explanation.steps) > 1 else "Its"
+        sentences.append(f"{where} largest weights: {listed([f'{names[i]} ({weights_S[i]:.2g})' for i in weighed])}.")
     else:
         sentences.append("Its layers read no token at the last position.")
     if effects_S is None:
-        return " ".join([*sentences, "Whether the prediction depends on them was not checked by removing them."])
+        return " ".join([*sentences, "Removal was not measured: whether the prediction depends on them is not known."])
     if not np.isfinite(effects_S).any():
         return " ".join([*sentences, "There is no token before the last one to remove."])
     felt = [i for i in largest(effects_S, NUM_NAMED) if effects_S[i] >= FELT]
@@ -149,7 +149,7 @@ def answer(report: Report) -> str:
         hardly = f"Removing any token before the last one changes the prediction by less than {FELT:g} nats."
         return " ".join([*sentences, hardly])
     strongest = felt[0]
-    verdict = "Removal confirms it" if strongest in weighed else "Removal does not confirm it"
+    verdict = "Removal confirms this" if strongest in weighed else "Removal does not confirm this"
     others = [i for i in weighed if i != strongest and effects_S[i] == effects_S[i]] if weighed else felt[1:]
     sentence = f"{f'{verdict}: without' if weighed else 'Without'} {names[strongest]} the prediction changes most, by "
     sentence += f"{effects_S[strongest]:.2g} nats"
@@ -159,31 +159,31 @@ def answer(report: Report) -> str:
 
 
 def finding(explanation: Explanation) -> str:
-    """One or two sentences that say whether the weights can be taken for reasons, or why that is not known."""
+    """One or two sentences: whether the weights explain the prediction, or why that is not known."""
     if not explanation.steps:
-        is_removed = "what the removal of each token changes is shown instead"
-        return f"This model gives no weights away; {is_removed if explanation.removal else 'nothing else is shown'}."
+        shown = "the effect of removing each token" if explanation.removal else "nothing else"
+        return f"This model has no readable attention weights; {shown} is shown."
     if explanation.removal is None:
-        return "Removal was not measured, so whether the weights are reasons is not known."
+        return "Removal was not measured, so it is not known whether the weights explain the prediction."
     overall = _overall(explanation.steps)
     if overall.correlation is None or overall.nearness is None:
-        return "The text is too short to compare the weights with what the removal of tokens changes."
+        return "The text is too short to compare the weights with the effects of removing tokens."
     if overall.correlation >= FOLLOWS:
-        sentence = "Tokens that weigh more are mostly those whose removal changes the prediction more."
+        sentence = "Tokens with larger weights are mostly the tokens whose removal changes the prediction more."
     elif overall.correlation >= LOOSELY:
         sentence = (
-            "Low: tokens that weigh more are only loosely those whose removal changes the prediction more. Take the "
-            "weights for what was averaged, not for reasons."
+            "Low: larger weights only loosely mark the tokens whose removal changes the prediction more. The weights "
+            "say what the layers averaged, not why the model predicts it."
         )
     else:
         sentence = (
-            "Very low: the weights say next to nothing about which tokens the prediction depends on. Do not take them "
-            "for reasons."
+            "Very low: the weights say almost nothing about which tokens the prediction depends on. Do not use them "
+            "as an explanation."
         )
     if overall.nearness >= overall.correlation:
-        sentence += " How near a token is tells as much or more."
+        sentence += " The distance of a token says as much or more."
     return (
-        f"Weights and effects of removal: rank correlation {overall.correlation:.2f}, nearness alone "
+        f"Rank correlation with the effects of removal: weights {overall.correlation:.2f}, nearness alone "
         f"{overall.nearness:.2f} ({plural(overall.positions, 'position')}). {sentence}"
     )
 

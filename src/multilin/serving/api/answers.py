@@ -17,7 +17,7 @@ class Form:
     """The answers to one kind of request.
 
     Attributes:
-        kind: the field `object` of an answer; `chunk_kind` that of a piece of a stream.
+        kind, chunk_kind: the field `object` of an answer, and of a piece of a stream.
         prefix: beginning of the ids of answers.
 
     Args:
@@ -71,8 +71,8 @@ class CompletionForm(Form):
     """The answers of /v1/completions.
 
     Args:
-        echoes: of each answer the text of its prompt if that is repeated, else "".
-        first_ids: of each the first token of its prompt if tokens of prompts are reported; it has no probability.
+        echoes: for each answer the text of its prompt if the answer repeats it, else "".
+        first_ids: for each answer the first token of its prompt if it is reported, without a probability, else None.
     """
 
     kind = chunk_kind = "text_completion"
@@ -110,7 +110,7 @@ class CompletionForm(Form):
         entries = [entry for entry, _ in tokens]
         texts = [self.service.token_text(entry.token_id) for entry in entries]
         offsets = [self._offset(index, entry.token_id, num_before) for entry, num_before in tokens]
-        # The token itself is among them, as in OpenAI's, also where it is none of the likeliest.
+        # As in OpenAI's API, the token itself is among them even if it is not one of the likeliest.
         tops = [
             {self.service.token_text(token): value for token, value in [*entry.top, (entry.token_id, entry.value)]}
             if entry.value is not None

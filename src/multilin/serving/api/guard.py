@@ -26,11 +26,11 @@ class Guard:
     Args:
         app: the application behind it.
         metrics: counts the answers.
-        keys: a request must have one of these; with none, everybody is let in.
-        origins: of other pages that may make requests; `*` is any.
+        keys: API keys, of which a request must have one; if there are none, no key is needed.
+        origins: origins of other pages that may make requests; `*` is any.
         body_bytes: the largest body.
-        is_loopback: refuse requests whose Host header does not name this machine, and those of other pages. Another
-            site could make them from a browser here, the former with a domain of its own for this address.
+        is_loopback: refuse requests whose Host header does not name this machine, and requests of other pages. A
+            website could send both from a browser here, the former with a domain that resolves to this address.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Guard:
         if not self._keys:
             return NOBODY
         given = re.sub(r"(?i)^bearer +", "", connection.headers.get("authorization", ""))
-        digest = hashlib.sha256(given.encode("latin-1")).digest()  # its bytes, which should be UTF-8
+        digest = hashlib.sha256(given.encode("latin-1")).digest()  # the header's bytes, which should be UTF-8
         # Compare with every key, so that the time says nothing about which one is right.
         if not sum(hmac.compare_digest(digest, key) for key in self._keys):
             if connection.scope["path"] in OPEN_PATHS:

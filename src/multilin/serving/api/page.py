@@ -11,7 +11,7 @@ from multilin.serving.errors import NOT_FOUND, ApiError
 router = APIRouter()
 OWN, SHARED = ("multilin.serving", "assets"), ("multilin.export", "assets/web")
 FILES = dict.fromkeys(("page.css", "page.js", "reading.js", "server.js", "texts.js", "tree.js"), OWN)
-FILES["base.css"] = SHARED  # with the page of an export
+FILES["base.css"] = SHARED  # also used by the page of an export
 PATHS = ("/", *(f"/assets/{name}" for name in FILES))
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 HEADERS = {

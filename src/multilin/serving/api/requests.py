@@ -17,7 +17,7 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 MOST_STOPS = 8
-# Values that ask for what happens anyway, of fields that a body does not have; members of objects may be left out.
+# Unsupported fields, and the values of them that change nothing and are accepted; objects may lack members.
 IDLE: dict[str, list[Any]] = {
     "annotations": [[]], "best_of": [1], "function_call": ["auto", "none"], "functions": [[]],
     "include_obfuscation": [False], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
@@ -42,7 +42,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_idle_fields(cls, body: Any) -> Any:
-        """Null asks for nothing, whatever the field: clients send the nulls of an answer back with it."""
+        """Drop nulls and values that change nothing: clients send the nulls of an answer back with it."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
@@ -86,7 +86,7 @@ class TextRequest(Body):
     prompt_cache_key: Name | None = None
 
     def settings(self, stops: tuple[str, ...], index: int) -> GenerationSettings:
-        """Settings of answer number `index`; without a temperature it is 1, with 0 the likeliest token is taken."""
+        """Settings of answer number `index`; temperature is 1 by default, and 0 takes the likeliest token."""
         temperature = 1.0 if self.temperature is None else self.temperature
         values: dict[str, Any] = {
             "repetition_penalty": self.repetition_penalty or 1.0, "logit_bias": self.logit_bias or {},

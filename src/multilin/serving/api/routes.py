@@ -22,7 +22,7 @@ from multilin.serving.sessions import Session
 from multilin.serving.turns import Turn
 
 router = APIRouter()
-COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # generated where a request does not say how many
+COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # generated unless a request gives a number
 Json = dict[str, Any]
 
 
@@ -33,7 +33,7 @@ async def get_service(request: Request) -> Service:
 
 
 async def get_owner(request: Request) -> str:
-    """The owner of the request, whom the guard has found by its key."""
+    """The owner of the request, whom the guard found by the key."""
     owner: str = request.scope["owner"]
     return owner
 
@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * (body.n or 1) > 1:
-        raise ApiError(400, "session: only one text can go on with a session; give one prompt and n 1", "session")
+        raise ApiError(400, "session: a session has one text; give one prompt and n 1", "session")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
@@ -69,7 +69,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
 
 
 def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> list[Prompt]:
-    """The prompts of a request: the token that begins a text is put before strings, not before lists of tokens."""
+    """The prompts of a request: a start token is put before strings, not before lists of tokens."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
@@ -96,7 +96,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
         raise ApiError(400, "max_tokens: given together with max_completion_tokens; give one of them", "max_tokens")
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     if session is not None and (body.n or 1) > 1:
-        raise ApiError(400, f"n: {body.n} given, but one answer goes on with a session", "n")
+        raise ApiError(400, f"n: {body.n} given, but a session gets one answer; give 1", "n")
     messages = [message.plain() for message in body.messages]
     prompt = await asyncio.to_thread(service.chat_prompt, messages, before)
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -112,7 +112,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
 
 @router.get("/v1/models")
 async def models(service: Served) -> Response:
-    """The one model."""
+    """The list of models, which has one."""
     return JsonResponse({"object": "list", "data": [_model(service)]})
 
 
@@ -125,7 +125,7 @@ async def model(name: str, service: Served) -> Response:
 
 @router.post("/tokenize")
 def tokenize(body: TokenizeRequest, service: Served) -> Response:
-    """The tokens of a text, without the token that begins a text."""
+    """The tokens of a text, without a start token."""
     _check_model(service, body.model)
     tokens = service.codec.encode(body.prompt)
     return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.longest_text})
@@ -172,9 +172,7 @@ def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Se
     session = find_session(service, owner, session_id)
     before = service.turns.peek(owner, session.turns[-1]) if session.turns else None
     if session.turns and before is None:
-        raise ApiError(
-            404, "session: its last turn is no longer kept; go on with another session", "session", NOT_FOUND
-        )
+        raise ApiError(404, "session: its last turn is no longer kept; give another session", "session", NOT_FOUND)
     return session, before
 
 

@@ -88,7 +88,7 @@ def get_reading(
     session_id: str, request: Request, service: Served, owner: Owner, turn: str | None = None,
     step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> Response:  # fmt: skip
-    """The weights with which each token of the text up to a session's last turn, or another one, reads those before."""
+    """The weights with which each token reads earlier tokens, in the text up to a session's last or another turn."""
     wanted = _check_turn(find_session(service, owner, session_id), turn)
     return JsonResponse(request.app.state.readings.get(_find_turn(service, owner, wanted), step))
 
@@ -105,7 +105,7 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and those of its turns that no other session has."""
+    """Delete a session, and its turns that no other session has."""
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)
@@ -156,7 +156,7 @@ def _details(service: Service, session: Session) -> Json:
         entry, turn = service.turns.entry(session.owner, turn_id), None
         with contextlib.suppress(InputError):  # damaged
             turn = service.turns.peek(session.owner, turn_id)
-        if entry is None or turn is None:  # or deleted: too old, or too much was kept
+        if entry is None or turn is None:  # or deleted, as it was too old or the store too large
             turns.append({"id": turn_id, "kept": False})
             continue
         turns.append({

@@ -1,4 +1,4 @@
-"""Answers over HTTP: whole or as server-sent events, given up when the client is gone."""
+"""Answers over HTTP, whole or as server-sent events; they end when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # fo
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8; ends of lines are escaped, and halves of characters, which UTF-8 does not have."""
+    """JSON in UTF-8; line ends are escaped, and lone surrogates, which UTF-8 cannot encode."""
     try:
         return inputs.to_json(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
     except UnicodeEncodeError:

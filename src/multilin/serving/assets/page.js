@@ -5,7 +5,7 @@ import {Tree} from "./tree.js";
 
 const $ = id => document.getElementById(id);
 const count = number => number.toLocaleString("en");
-/** Megabytes and kilobytes as people read them. */
+/** Bytes as kB or MB. */
 const shown = bytes => (bytes < 1e6 ? `${(bytes / 1e3).toFixed(bytes < 1e4 ? 1 : 0)} kB` : `${(bytes / 1e6).toFixed(1)} MB`);
 
 const texts = new Texts();
@@ -18,7 +18,7 @@ function say(text, isError = false) {
   $("message").classList.toggle("error", isError);
 }
 
-/** What goes wrong is said, never only logged. */
+/** Show errors to the user instead of only logging them. */
 const guarded = action => async (...values) => {
   try {
     return await action(...values);
@@ -38,7 +38,7 @@ function part(kind, text) {
   return element;
 }
 
-/** Select a turn: its text is shown, and goes on from its end. None begins a new text. */
+/** Select a turn to show and to continue; null begins a new text. */
 function select(id) {
   if (running) return;
   turn = id;
@@ -54,7 +54,7 @@ function draw() {
   $("text").scrollTop = $("text").scrollHeight;
   $("about-turn").textContent = last?.kept
     ? `Turn ${path.length} · ${count(last.tokens)} tokens · state ${shown(last.state_bytes)}` : last ? "No longer kept" : "New text";
-  $("prompt").placeholder = turn ? "Add text, or let the model go on" : "Begin a text, or leave it to the model";
+  $("prompt").placeholder = turn ? "Add text, or leave this empty" : "Begin a text, or leave this empty";
   setButtons();
 }
 
@@ -68,7 +68,7 @@ function branchMark({id}, place) {
   const mark = document.createElement("button");
   mark.type = "button";
   mark.className = "branch";
-  mark.title = "Branch: go on from here in another way";
+  mark.title = "Branch: continue from here in another way";
   mark.setAttribute("aria-label", `Branch after turn ${place + 1}`);
   mark.onclick = () => (select(id), $("prompt").focus());
   return mark;
@@ -95,7 +95,7 @@ function settings() {
   return stop.length ? {...values, stop} : values;
 }
 
-/** As many tokens as are wanted, and fit into what the model reads. */
+/** The number of tokens that is wanted, or fewer if the model reads no more. */
 async function room(wanted, prompt) {
   if (!model.max_model_len) return wanted;
   const {count: added} = await call("POST", "/tokenize", {prompt});
@@ -104,7 +104,7 @@ async function room(wanted, prompt) {
   return Math.min(wanted, free);
 }
 
-/** Let the model go on after a prompt at the end of the selected turn. */
+/** Generate text after a prompt at the end of the selected turn. */
 async function generate(prompt) {
   const run = running = {abort: new AbortController(), session: null, isBegun: false, isStopping: false};
   let end = null, opened = null;
@@ -119,7 +119,7 @@ async function generate(prompt) {
     end = await show(prompt, stream("/v1/completions", {...values, prompt, logprobs: 0, session: run.session}, run.abort.signal), run);
   } catch (error) {
     $("prompt").value ||= prompt;
-    if (error.name === "AbortError") say("Stopped; nothing of it was kept.");
+    if (error.name === "AbortError") say("Stopped; this text was not kept.");
     else throw error;
   } finally {
     running = null;
@@ -132,7 +132,7 @@ async function generate(prompt) {
   }
 }
 
-/** Show a stream as it comes; the id of the new turn. */
+/** Show a stream as it comes, and return the id of the new turn. */
 async function show(prompt, events, run) {
   const sheet = $("text"), given = part("given", prompt), written = part("generated", "");
   let end = null, first = 0, number = 0, begin = 0;
@@ -146,14 +146,14 @@ async function show(prompt, events, run) {
     if (isAtEnd) sheet.scrollTop = sheet.scrollHeight;
     number += choice.logprobs?.tokens.length ?? 0;
     end = choice.turn ?? end;
-    if (!begin) [begin, first] = [performance.now(), number]; // reading a prompt is no part of the speed
+    if (!begin) [begin, first] = [performance.now(), number]; // the speed does not include reading the prompt
     const seconds = (performance.now() - begin) / 1e3;
     $("speed").textContent = number > first && seconds > 0 ? `${count(Math.round((number - first) / seconds))} tokens/s` : "";
   }
   return end;
 }
 
-/** End what is generated and keep it; when asked twice, or before anything came, give it up. */
+/** End the generation and keep its text; a second call, or one before any text came, discards it. */
 function stop() {
   if (!running) return;
   if (running.isBegun && !running.isStopping) {
@@ -167,7 +167,7 @@ function stop() {
 async function openReading(step = 0) {
   const wanted = turn;
   $("read").disabled = true;
-  say("Reading the text …");
+  say("Computing the weights …");
   try {
     const reading = await view.fetch(texts.withTurn(wanted).id, wanted, step);
     if (wanted !== turn || running) return;
@@ -190,7 +190,7 @@ function closeReading() {
 }
 
 async function removeBranch() {
-  if (!confirm("Delete this branch, with all of its turns that no other branch has?")) return;
+  if (!confirm("Delete this branch, and its turns that no other branch has?")) return;
   const [, ...earlier] = texts.path(turn).reverse();
   for (const session of texts.endingAt(turn)) await texts.remove(session);
   select(earlier.find(each => texts.withTurn(each.id))?.id ?? null);
@@ -202,7 +202,7 @@ async function start() {
   $("key-form").hidden = true;
   say("");
   document.title = $("name").textContent = model.id;
-  $("facts").textContent = model.max_model_len ? `Reads texts of up to ${count(model.max_model_len)} tokens` : "Reads texts of any length in a state of constant size";
+  $("facts").textContent = model.max_model_len ? `Reads texts of up to ${count(model.max_model_len)} tokens` : "Reads texts of any length with a state of constant size";
   $("controls").disabled = false;
   draw();
   $("prompt").focus();

@@ -15,14 +15,14 @@ export class ReadingView {
     return call("GET", `/v1/sessions/${session}/reading?turn=${turn}&step=${step}`);
   }
 
-  /** Show what the server said of a turn; the token that was chosen stays chosen. */
+  /** Show the server's weights for a turn; the chosen token stays chosen. */
   show(reading) {
     const isSame = this.tokens && this.reading.turn === reading.turn;
     this.reading = reading;
     this.step.replaceChildren(...reading.steps.map((label, index) => new Option(label, index)));
     this.step.value = reading.step;
     this.meaning.textContent = reading.meaning + (reading.num_left_out
-      ? ` The first ${reading.num_left_out} tokens are left out: these are the weights for a text that begins after them.` : "");
+      ? ` The first ${reading.num_left_out} tokens are left out: the weights are computed as if the text began after them.` : "");
     this.tokens = reading.characters.map((text, index) => {
       const token = document.createElement("span");
       token.className = index ? "token" : "token mark";
@@ -53,7 +53,7 @@ export class ReadingView {
     const order = weights.map((_, place) => place).sort((a, b) => Math.abs(weights[b]) - Math.abs(weights[a]));
     const named = order.slice(0, MOST_NAMED).filter(place => weights[place]);
     const list = named.map(place => `${this.#name(place)} ${number(weights[place])}`).join(", ");
-    this.most.textContent = `After ${this.#name(index)} it read most: ${list || "nothing"}`;
+    this.most.textContent = `Largest weights after ${this.#name(index)}: ${list || "nothing"}`;
   }
 
   #name(index) {

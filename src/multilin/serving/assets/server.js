@@ -1,6 +1,6 @@
 const KEY = "multilin key";
 
-/** What the server refused, in its words. */
+/** An error that the server answered, with its message. */
 export class ServerError extends Error {
   constructor(status, message) {
     super(message);
@@ -22,7 +22,7 @@ async function request(method, path, body, signal) {
   }
   if (response.ok) return response;
   const content = await response.json().catch(() => null);
-  throw new ServerError(response.status, content?.error?.message ?? `The server answers with status ${response.status}.`);
+  throw new ServerError(response.status, content?.error?.message ?? `The server answered with status ${response.status}.`);
 }
 
 export async function call(method, path, body) {

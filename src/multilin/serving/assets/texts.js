@@ -64,7 +64,7 @@ export class Texts {
     return path;
   }
 
-  /** Nodes {turn, children}, the text that was changed last first. */
+  /** Nodes {turn, children}; the text that was changed last comes first. */
   forest() {
     const previous = this.previous(), nodes = new Map(), changed = new Map(), roots = [];
     for (const session of this.sessions.values())

@@ -1,4 +1,4 @@
-/** The tree of turns. One after the other they lie below each other; only branches are indented. */
+/** The tree of turns: a turn is drawn below the turn that it continues; only branches are indented. */
 export class Tree {
   constructor(element, onSelect) {
     Object.assign(this, {element, onSelect, items: []});

@@ -1,4 +1,4 @@
-"""What every layer is: a causal map over (B, T, D) that can stop after any token and go on from its state."""
+"""The base of layers: a causal map over (B, T, D) that can stop after any token and continue from its state."""
 
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class ParameterHolder(nn.Module):
 
 
 def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
-    """Width of each head; refuses a number of heads that does not divide the hidden size, or leaves less than this."""
+    """Width of each head. Fails if `num_heads` does not divide the hidden size, or heads are narrower than `fewest`."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:

@@ -20,8 +20,7 @@ class ResidualBlock(Layer):
 
     Args:
         norm: makes each of the two norms.
-        attention: the module in which positions read each other, `y, state = attention(x, state, layout)`. The layer
-            has its state.
+        attention: the module in which positions read each other, `y, state = attention(x, state, layout)`.
         feed_forward: (B, T, D) to (B, T, D), one position at a time.
     """
 

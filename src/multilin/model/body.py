@@ -101,8 +101,8 @@ class MultilinModel(MultilinPreTrainedModel):
 
         Args:
             input_ids: (B, T) token ids.
-            attention_mask: (B, T) 1 for tokens, 0 for padding, which has no weight and advances no position. If the mask
-                is longer, as in generate(), its last T columns are used.
+            attention_mask: (B, T) 1 for tokens, 0 for padding, which has no weight and advances no position. If
+                the mask is longer, as in generate(), its last T columns are used.
             position_ids: (B, T) or (1, T) positions to use instead of counting. A position that does not rise begins
                 a document, as transformers' collators mark documents packed into a row. Without a state, padding
                 between tokens then keeps its place in windows.

@@ -208,7 +208,7 @@ class MultilinConfig(PretrainedConfig):
             hidden_size, num_layers, vocab_size, n_positions: see the class.
             options: choices of the architecture's preset (heads, windows, ...).
             layers: entries as in the class, which replace the preset's layers; its other fields stay. Each entry has
-                its own options, so `options` must not be given. Without n_positions, the longest text is the shortest
+                its own options, so `options` must not be given. If nothing sets n_positions, it is the shortest
                 limit of a layer.
             model: fields of this class that replace the preset's, and token ids.
 

@@ -58,8 +58,8 @@ class StatefulGenerationMixin(GenerationMixin):
 
         Raises:
             InputError: a text that does not begin with the tokens that the state has read, prompt and new tokens
-                together longer than the model can read, no token at all, a cache of another kind, or a mode of generation that
-                transformers no longer has.
+                together longer than the model can read, no token at all, a cache of another kind, or a mode of
+                generation that transformers no longer has.
         """
         settings = (generation_config, self.generation_config)
         _refuse_other_modes(settings, kwargs)

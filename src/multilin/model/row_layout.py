@@ -195,7 +195,7 @@ class ColumnOrder(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: Tensor, at_end: bool) -> "ColumnOrder":
-        """The order for a (B, T) mask; with `at_end` the tokens come after the padding of the packed row, else before."""
+        """The order for a (B, T) mask; with `at_end`, tokens come after the padding of the packed row, else before."""
         counts_B1 = mask.sum(dim=1, keepdim=True)
         width = mask.shape[1] if torch.compiler.is_compiling() else max(1, int(counts_B1.max()))
         take_BT = mask.int().argsort(dim=1, descending=not at_end, stable=True)

@@ -79,7 +79,7 @@ class Op:
         Without arguments, `refuses` is not consulted, and special cases are left out.
 
         Raises:
-            RuntimeError: an argument has a forward-mode derivative, which kernels would drop without a word.
+            RuntimeError: an argument has a forward-mode derivative, which kernels would silently ignore.
         """
         options = options or {}
         if arguments is not None:
@@ -125,7 +125,7 @@ def can_read_values(tensor: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
-    """Warn, but once per process for the same words; while a graph is traced too."""
+    """Warn once per process for the same message, also while a graph is traced."""
     warn_plainly(message)
 
 

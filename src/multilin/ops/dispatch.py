@@ -112,7 +112,7 @@ def _has_tangent(*inputs: Any) -> bool:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of autocast on its device, else that of x; float64 stays as it is, as in PyTorch's own products."""
+    """The dtype of autocast on its device, else the dtype of x; float64 stays float64, as in PyTorch's own products."""
     device = x.device.type
     is_lowered = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_lowered else x.dtype

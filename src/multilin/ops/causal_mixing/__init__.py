@@ -44,7 +44,7 @@ def causal_mixing(
         bias: (n,) one number per position, added to all D.
         positions: (B, T) or (1, T) position of each input in its text, from 0; None continues counting from the state.
         padding: (B, T) True where there is no input: nothing reads it, and its position may be -1.
-        state: what an earlier call returned; the inputs may lie in a ring.
+        state: returned by an earlier call; the inputs may lie in a ring.
         needs_state: False if the text ends here: no state is built, and None is returned for it.
 
     Returns:

@@ -58,7 +58,7 @@ def delta_rule(
         log_decays: (B, T, H) natural logs of a, at most 0; -inf forgets everything. None keeps everything.
         rates: (B, T, H) b; None adds without correcting.
         padding: (B, T) True where there is no token: the memory stays as it is.
-        state: what an earlier call returned.
+        state: returned by an earlier call.
         starts: (B, T) True where a new text begins: nothing before it is read from there on.
         needs_state: False if the text ends here: None is returned for the state.
 

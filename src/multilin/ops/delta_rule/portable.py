@@ -158,7 +158,7 @@ def write(
     if num_chunks > 1:
         memories_NMDE = memory_MDE.new_empty(num_chunks, *memory_MDE.shape)
         memories_NMDE[0] = memory_MDE
-    places = [*memories_NMDE[1:].unbind(), None]  # of the memory after each chunk; the last one is a tensor of its own
+    places = [*memories_NMDE[1:].unbind(), None]  # of the memory after each chunk; the last one is a separate tensor
     chunks = _by_chunk(num_chunks, added, read, k_to_end.mT, over_chunk)
     for place_MDE, (added_MCE, read_MCD, to_end_MDC, over_chunk_M11) in zip(places, chunks, strict=True):
         if read_MCD is not None:

@@ -130,11 +130,11 @@ def _source_digest() -> str:
 
 
 def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> Callable[..., Any]:
-    """A copy of the function that numba caches in files of its own for these types of arguments.
+    """A copy of the function that numba caches in separate files for these types of arguments.
 
     Numba numbers the files of a function in one index, without a lock: if two processes compile for different
     types at the same time, one may store its code under the number that the other has entered for its types. A process
-    that loads it then runs code for other types, which damages memory. With own files, both write the same.
+    that loads it then runs code for other types, which damages memory. In separate files, both write the same.
     """
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"

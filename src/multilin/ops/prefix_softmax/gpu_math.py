@@ -32,7 +32,7 @@ def place(T, H, D, cut, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
-    """Store number i of (tops, totals, means): a token that stands for others; or of rows alike."""
+    """Store number i of (tops, totals, means): a token that stands for others; or likewise of rows."""
     tl.store(tokens[0] + i, top)
     tl.store(tokens[1] + i, total)
     tl.store(tokens[2] + i * D + o_d, b_mean, m_d)

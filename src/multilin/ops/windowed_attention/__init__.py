@@ -61,7 +61,7 @@ def windowed_attention(
         slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
         null_key: whether there is a null key.
         padding: (B, T) True where there is no token; no position reads it.
-        state: what an earlier call returned; its tokens are read first. The window may lie in a ring.
+        state: returned by an earlier call; its tokens are read first. The window may lie in a ring.
         starts: (B, T) True where a new text begins: nothing before it is read from there on.
         needs_state: False if the text ends here: None is returned for the state.
 

@@ -20,7 +20,7 @@ from multilin.ops.windowed_attention.reference import WindowedAttentionState, al
 
 SHORT = 8  # tokens up to which the definition itself is faster
 LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs outside of windows
-LARGEST_SHARE = 4  # blocks of one in so many of a wide window lose little, and their products are faster
+LARGEST_SHARE = 4  # blocks of a fourth of a wide window lose little, and their products are faster
 LARGEST_OF_ALL = 256
 SMALLEST_BLOCK = 16  # products of smaller blocks are not worth their calls
 NUMBERS = {"cpu": 2**20}  # weights of a tile, 4 MB in float32: they stay in the cache between the steps

@@ -136,5 +136,5 @@ def test_what_does_not_fit_is_refused(make_model: MakeModel, arguments: dict, wo
 def test_rows_laid_end_to_end_begin_documents(make_model: MakeModel) -> None:
     model, ids = make_model(), random_ids(2, 20)
     torch.testing.assert_close(model(ids, cu_seqlens=torch.tensor([0, 20, 40])).logits, model(ids).logits, **EXACT)
-    with pytest.raises(InputError, match="goes on from one row into the next"):
+    with pytest.raises(InputError, match="a document continues in the next row"):
         model(ids, cu_seqlens=torch.tensor([0, 15, 40]))

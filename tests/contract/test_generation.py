@@ -91,7 +91,7 @@ def test_another_text_than_the_state_has_read_is_refused(make_model: MakeModel) 
     ):
         with pytest.raises(InputError, match=words):
             model.generate(given, past_key_values=state, max_new_tokens=2, **GREEDY)
-    with pytest.raises(InputError, match="use_cache: False given, but past_key_values is a state to read on from"):
+    with pytest.raises(InputError, match="use_cache: False given, but past_key_values is a state to continue from"):
         model(ids[:, 8:], past_key_values=state, use_cache=False)
 
 

@@ -1,4 +1,4 @@
-"""What every layer is: a causal map over (B, T, D) that can stop after any token and go on from its state."""
+"""The base of layers: a causal map over (B, T, D) that can stop after any token and continue from its state."""
 
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class ParameterHolder(nn.Module):
 
 
 def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
-    """Return the width of each head, or raise InputError if it is no whole number of at least `fewest`."""
+    """Return the width of each head, or raise InputError if it is not a whole number of at least `fewest`."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:

@@ -12,7 +12,7 @@ from multilin.ops.dispatch import result_dtype
 from multilin.ops.rotary import rotary
 from multilin.ops.tile_norm import tile_norm
 
-PAIR_BLOCK = 64  # pairs are (i, i + 32) inside blocks of 64, as TScale has them; narrower heads are one block
+PAIR_BLOCK = 64  # pairs are (i, i + 32) inside blocks of 64, as in TScale; narrower heads are one block
 
 
 class ResidualBlock(Layer):
@@ -20,7 +20,7 @@ class ResidualBlock(Layer):
 
     Args:
         norm: makes each of the two norms.
-        attention: the module where positions meet, `y, state = attention(x, state, layout)`; its state is the layer's.
+        attention: the module in which positions read each other, `y, state = attention(x, state, layout)`.
         feed_forward: (B, T, D) to (B, T, D), one position at a time.
     """
 
@@ -114,6 +114,6 @@ def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
 
     Args:
         x_BTHD: (B, T, H, D) with D even, and a multiple of 64 above 64.
-        angles: those of `rotary_angles` for these positions and this width.
+        angles: the result of `rotary_angles` for these positions and this width.
     """
     return rotary(x_BTHD, *angles, block=min(PAIR_BLOCK, x_BTHD.shape[-1]))

@@ -19,7 +19,7 @@ class Arithmetic:
     """How layers multiply with their matrices; embedding and output always use floats."""
 
     products: Literal["float", "int8"] = "float"  # products of inputs and weights
-    backward: Literal["float", "int8"] = "float"  # products of gradients, where the others are int8
+    backward: Literal["float", "int8"] = "float"  # products of gradients, if `products` is int8
     weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
         "none"  # round float weights to as few values as these formats have
     )
@@ -30,7 +30,7 @@ class Linear(nn.Linear):
     """PyTorch's Linear, which can also compute in int8 or with rounded weights; see `set_arithmetic`.
 
     `hold_int8` replaces the weight by int8 values and a scale, `weight_int8` and `weight_scale`: buffers, which are
-    saved with the model and cannot be trained. `follow_int8` adds them to the parameter, which still gets gradients.
+    saved with the model and cannot be trained. `follow_int8` keeps the parameter beside them, for gradients.
 
     Args:
         in_features, out_features, bias: as for PyTorch's Linear.
@@ -60,11 +60,11 @@ class Linear(nn.Linear):
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(), self.bias, factor=factor, **self._rounding())
         weight = self.float_matrix(x.dtype)
-        if is_exported() and factor != 1.0:  # a graph has a constant matrix, which can be rounded
+        if is_exported() and factor != 1.0:  # the scaled matrix is a constant of the graph
             weight, factor = weight * factor, 1.0
         if factor == 1.0:
             return nn.functional.linear(x, weight, self.bias)
-        # The factor inside the product takes no time.
+        # A factor inside the product costs no time.
         start, beta = (weight.new_zeros(()), 0.0) if self.bias is None else (self.bias, 1.0)
         result = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=beta, alpha=factor)
         return result.view(*x.shape[:-1], len(weight))
@@ -97,11 +97,11 @@ class Linear(nn.Linear):
 
     @property
     def levels(self) -> str:
-        """What `round_weight` is told to round the weight to, where products see int8."""
+        """The levels to which `round_weight` rounds the weight for int8 products."""
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix that products see, as floats: int8 weights in this dtype, a parameter in its own."""
+        """The matrix that products use, as floats: int8 weights in this dtype, a parameter in its own dtype."""
         weight = self.matrix()
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)

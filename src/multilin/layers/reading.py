@@ -1,4 +1,4 @@
-"""Modules in which positions read each other: ops called with the layout, and the weights of reading."""
+"""Modules in which positions read each other. They call ops with the layout, and can record the weights."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ from multilin.layers.base import Layout, ParameterHolder
 from multilin.ops.kernels import refuse_second_derivative
 
 PIECE = {"cpu": (1, 128)}  # rows and positions whose products with a gradient stay in the cache until they are summed
-WHOLE = (2**31, 2**31)  # on devices that want much to do at a time
+WHOLE = (2**31, 2**31)  # on other devices, which need large pieces of work
 
 
 class ShortConvolution(ParameterHolder):
@@ -18,7 +18,7 @@ class ShortConvolution(ParameterHolder):
 
     Tokens before the text count as 0, and so does padding, which keeps its place between tokens. Computed in float32 or
     better. The state is the last K - 1 inputs, (B, K - 1, D), 0 where there is none; it follows the last token of each
-    row, whether padding stands before or behind.
+    row, whether padding is before it or after.
 
     Args:
         width: D.
@@ -52,7 +52,7 @@ class ShortConvolution(ParameterHolder):
         return y_BTD, _last_inputs(inputs_BSD, text_BS, layout.padding_BT, num_before) if layout.needs_state else None
 
     def initialize(self, std: float) -> None:
-        """Uniform within 1 / sqrt(K), as PyTorch's convolutions begin, whatever the model's range."""
+        """Draw the weights uniformly within +-1 / sqrt(K), as PyTorch's convolutions do; `std` is ignored."""
         nn.init.uniform_(self.weight, -(len(self.weight) ** -0.5), len(self.weight) ** -0.5)
 
 
@@ -92,7 +92,7 @@ def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
 
 
 def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
-    """For other devices than CPUs: cuDNN takes many times longer, and the compiler makes one kernel of it."""
+    """The convolution on other devices than CPUs: cuDNN is many times slower; the compiler makes one kernel of it."""
     num_time = inputs_BSD.shape[1] - len(weight_KD) + 1
     y_BTD = inputs_BSD[:, :num_time] * weight_KD[0]
     for tap, weight_D in enumerate(weight_KD[1:], start=1):
@@ -101,14 +101,14 @@ def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
 
 
 def _convolve_channels_last(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
-    # With channels last in memory, as they are, PyTorch's two-dimensional convolution is several times the faster one.
+    # Channels lie last in memory, and for this order PyTorch's two-dimensional convolution is several times faster.
     kernel_DK = weight_KD.t()[:, None, :, None].contiguous(memory_format=torch.channels_last)
     y_BDT1 = conv2d(inputs_BSD.transpose(1, 2)[..., None], kernel_DK, groups=weight_KD.shape[1])
     return y_BDT1[..., 0].transpose(1, 2)
 
 
 def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, text_BS: Tensor) -> Tensor:
-    """The sums, made again where they reach over the start of a text."""
+    """The sums, computed again where they would cross the start of a text."""
     text_BTK = text_BS.unfold(1, len(weight_KD), 1)
     is_own_BTK = text_BTK == text_BTK[..., -1:]
     row_N, time_N = (~is_own_BTK.all(dim=-1)).nonzero(as_tuple=True)

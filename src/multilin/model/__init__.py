@@ -1,4 +1,4 @@
-"""The one model: config, language model, state. Importing it registers all models with transformers' Auto classes."""
+"""The model: config, language model and state. The import registers all models with transformers' Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
@@ -14,6 +14,6 @@ __all__ = ["MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState"
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
 AutoModel.register(MultilinConfig, MultilinModel)
 AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)
-# By these names transformers' tools tell bodies from language models: pipelines, and Trainer, which shifts labels.
+# Pipelines, and Trainer, which shifts labels, tell bodies from language models by these names.
 MODEL_MAPPING_NAMES[MultilinConfig.model_type] = MultilinModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MultilinConfig.model_type] = MultilinForCausalLM.__name__

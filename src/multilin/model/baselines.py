@@ -1,9 +1,9 @@
-"""GPT-2 and Llama with choices that our models have, to see what a difference between models is made of.
+"""GPT-2 and Llama with options of multilin's models, to find the causes of a difference between models.
 
-With `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, of Llama alone,
+With `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, for Llama only,
 every product is lin(W, x) = W x / sqrt(width of x), so that weights of unit variance keep the variance of x, and the
-token embedding is drawn with a standard deviation of 1. Under AdamW without weight decay that is Llama with weights of
-W / sqrt(width of x) whose learning rate is divided by sqrt(width of x), matrix by matrix, while the embedding keeps the
+token embedding is drawn with a standard deviation of 1. Under AdamW without weight decay this equals Llama with
+weights W / sqrt(width of x) and, for each matrix, a learning rate divided by sqrt(width of x); the embedding keeps the
 whole rate.
 """
 
@@ -51,13 +51,13 @@ class _Biased(FixedBias, PreTrainedModel):
 
 
 class BiasedGPT2(_Biased, GPT2LMHeadModel):
-    """See the top of this file."""
+    """GPT-2 with `output_bias`."""
 
     config_class = BiasedGPT2Config
 
 
 class ScaledLlama(_Biased, LlamaForCausalLM):
-    """See the top of this file."""
+    """Llama with `unit_variance` and `output_bias`."""
 
     config_class = ScaledLlamaConfig
 
@@ -73,7 +73,7 @@ class ScaledLlama(_Biased, LlamaForCausalLM):
                 module.register_forward_pre_hook(_scale_input)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As transformers', which may put another head in the place of the one whose input is scaled."""
+        """Resize as transformers does, which may create a new head, and scale the input of that head too."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         if self.config.unit_variance:
             self._scale_inputs()
@@ -88,8 +88,8 @@ def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def attend_without_mask(model: PreTrainedModel) -> None:
     """Let a compiled GPT-2 or Llama use PyTorch's causal attention without a mask; other models stay as they are.
 
-    While a model is compiled, transformers makes a mask of T x T, as it cannot look whether position_ids are those of
-    packed texts, and with a mask attention takes three times as long. So the compiled model must not be given
+    For a compiled model, transformers makes a T x T mask, because it cannot check whether position_ids are those of
+    packed texts. With a mask, attention takes three times as long. After this call, the compiled model must not get
     position_ids of packed texts.
     """
     if model.config.model_type in _WITHOUT_WINDOWS and model.config._attn_implementation == "sdpa":

@@ -1,4 +1,4 @@
-"""The body of the one model: embedding, layers and final norm, with the state that lets any text continue."""
+"""The body of the model: embedding, layers and final norm. A state lets any text be continued."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
-        """As transformers', with a further file that says which package the model needs."""
+        """Save as transformers does, with one more file that names the package which the model needs."""
         if is_main_process and not Path(save_directory).is_file():
             write_auto_file(Path(save_directory))
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
@@ -101,21 +101,21 @@ class MultilinModel(MultilinPreTrainedModel):
 
         Args:
             input_ids: (B, T) token ids.
-            attention_mask: (B, T) 1 for tokens, 0 for padding, which weighs nothing and advances no position. A longer
-                mask, as generate() keeps, counts with its last T columns.
+            attention_mask: (B, T) 1 for tokens, 0 for padding, which has no weight and advances no position. If
+                the mask is longer, as in generate(), its last T columns are used.
             position_ids: (B, T) or (1, T) positions to use instead of counting. A position that does not rise begins
                 a document, as transformers' collators mark documents packed into a row. Without a state, padding
                 between tokens then keeps its place in windows.
-            past_key_values: the state to read on from; changed in place. None is the start of a text.
-            inputs_embeds: (B, T, D) embeddings to read instead of ids, in any dtype: the model's own is taken.
+            past_key_values: the state to continue from; changed in place. None is the start of a text.
+            inputs_embeds: (B, T, D) embeddings to read instead of ids, in any dtype; converted to the model's dtype.
             use_cache: return the state; the default is the config's, but not in training.
             output_hidden_states: also return the input of every layer and the final hidden states, (B, T, D) each; the
                 default is the config's.
             document_ids: (B, T) number of each token's document; documents packed into a row do not see each other.
-            cu_seqlens: (N + 1,) the same as cumulative lengths over the rows laid end to end.
+            cu_seqlens: (N + 1,) the documents as cumulative lengths over the rows laid end to end.
             others: `seq_idx` and `cu_seq_lens_q` are document_ids and cu_seqlens under the names that transformers'
-                collators use; `max_length_q`, `max_length_k`, `cu_seq_lens_k` and `cache_position` say nothing new;
-                anything else that is not None or False is refused.
+                collators use; `max_length_q`, `max_length_k`, `cu_seq_lens_k` and `cache_position` are ignored.
+                Any other argument that is not None or False is refused.
 
         Returns:
             last_hidden_state (B, T, D), past_key_values with use_cache, and hidden_states on request.
@@ -135,7 +135,7 @@ class MultilinModel(MultilinPreTrainedModel):
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
         if past_key_values is not None and not use_cache:
-            raise InputError("use_cache: False given, but past_key_values is a state to read on from; leave one out")
+            raise InputError("use_cache: False given, but past_key_values is a state to continue from; leave one out")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         state = open_state(past_key_values, self.layer_kinds, len(tokens)) if use_cache else None
@@ -164,7 +164,7 @@ class MultilinModel(MultilinPreTrainedModel):
     ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
         """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts.
 
-        With an order the tokens are packed, the hidden states not; gradients go through them all the same.
+        With an order, `tokens` are packed and the hidden states unpacked; gradients pass through both.
         """
         layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
         if layout.starts_BT is not None and self.unpackable:
@@ -188,7 +188,7 @@ class MultilinModel(MultilinPreTrainedModel):
 
         A window would keep padding in the place of tokens. So the tokens of each row are moved together and read
         without the padding between them. Padding gets the hidden states of the token before it in this call: the last
-        column of a prompt padded on the right then predicts what follows the prompt. Without one they are 0.
+        column of a prompt padded on the right then predicts the token after the prompt. Without one they are 0.
         """
         is_start = values[0] is None
         # Without a state, given positions say where tokens stand: as in the published code, which counts padding.
@@ -196,7 +196,7 @@ class MultilinModel(MultilinPreTrainedModel):
         if mask is None or keeps_columns or not pads_after_tokens(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
         if packing.cu_seqlens is not None:
-            raise InputError("cu_seqlens: given together with padding after a token, which it cannot tell apart")
+            raise InputError("cu_seqlens: given with padding after a token, but lengths cannot mark padding")
         order = ColumnOrder.of_mask(mask, at_end=is_start)
         packed, packing = order.pack(tokens), packing.part(order.rows_B1, order.take_BS)
         if is_start:
@@ -207,7 +207,7 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_row_lengths(
         self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
     ) -> tuple[list[Tensor], list[Any]]:
-        """Read on with the first `counts_B` tokens of each row, in pieces that end where rows end; 0 elsewhere."""
+        """Continue each row with its first `counts_B` tokens, in pieces that end where rows end; 0 elsewhere."""
         num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
@@ -237,7 +237,7 @@ class MultilinModel(MultilinPreTrainedModel):
 
 
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:
-    """The mask of these tokens; None if the mask can be looked at without waiting and there is no padding."""
+    """The bool mask (B, T) of these tokens; None if the mask is on a CPU, not traced, and has no padding."""
     mask = check_mask(attention_mask, num_batch, num_time)
     is_seen = mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if is_seen and bool(mask.all()) else mask
@@ -250,7 +250,7 @@ def _check_tensors(**given: Any) -> None:
 
 
 def _refuse_unknown(others: dict[str, Any]) -> None:
-    others.pop("cache_position", None)  # the state counts
+    others.pop("cache_position", None)  # the state itself counts
     for name, value in others.items():
         if value is False or (name == "token_type_ids" and not value.any()):
             continue
@@ -271,7 +271,7 @@ def _build_norm(config: MultilinConfig) -> nn.Module:
 
 def _build_layer(config: MultilinConfig, index: int, options: LayerOptions) -> Layer:
     name, std = config.layers[index]["architecture"], config.layers[index].get("initializer_range")
-    # In a model of one kind the field is the preset's; in a hybrid one has to know whose it is.
+    # In a hybrid, an error must name the layer; in a model of one architecture, the options are those of its preset.
     is_hybrid = any(entry["architecture"] != name for entry in config.layers)
     with prefixed(f"layers.{index}.") if is_hybrid else contextlib.nullcontext():
         layer = get_architecture(name).layer(config.hidden_size, options)
@@ -286,7 +286,7 @@ def _build_layer(config: MultilinConfig, index: int, options: LayerOptions) -> L
 
 
 def _check_lengths(config: MultilinConfig) -> None:
-    """A model cannot read longer texts than each of its layers."""
+    """Refuse an n_positions above the longest text that a layer can read."""
     for index, options in enumerate(config.layer_options()):
         longest = options.longest_text
         if longest is not None and (config.n_positions is None or config.n_positions > longest):

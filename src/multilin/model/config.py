@@ -1,4 +1,4 @@
-"""The configuration of the one model."""
+"""The configuration of a multilin model."""
 
 import dataclasses
 import inspect
@@ -29,8 +29,8 @@ from multilin.settings.bounds import (
 AUTO_FILE = "modeling_multilin.py"
 """A file in the folder of a saved model, which imports multilin and is run with `trust_remote_code=True`.
 
-transformers knows a model type of another package after this package is imported. Otherwise it looks for the file that
-`auto_map` in `config.json` names, and says what to install if multilin is missing.
+transformers knows multilin's model type after multilin is imported. Otherwise it runs the file that `auto_map` in
+`config.json` names, or says that multilin must be installed.
 """
 
 AUTO_MAP = {
@@ -38,7 +38,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_multilin.MultilinModel",
     "AutoModelForCausalLM": "modeling_multilin.MultilinForCausalLM",
 }
-"""Auto classes of transformers to ours, as `config.json` has them."""
+"""multilin's class for each Auto class of transformers, as `config.json` lists them."""
 
 _AUTO_TEXT = '''"""A model that needs the package multilin: `pip install multilin`, and `import multilin` to load it."""
 
@@ -57,7 +57,7 @@ class TokenIds:
 
 @settings
 class _LayerEntry:
-    """What every entry of `layers` may have besides the options of its architecture."""
+    """Fields that every entry of `layers` may have besides the options of its architecture."""
 
     architecture: str  # a registered one
     initializer_range: Strength | None = None  # standard deviation of initial weights; none is the model's
@@ -81,12 +81,12 @@ class MultilinConfig(PretrainedConfig):
             to the log of how often each token occurs, "none" adds nothing.
         final_norm: before the output: "layer_norm", "tile_norm" (root mean square, no parameters), or "none".
         final_norm_tile: width of the tiles of "tile_norm"; None is the whole vector.
-        final_scale: factor on the hidden states after it; the head reads these.
+        final_scale: factor on the hidden states between the final norm and the head.
         embedding_dropout: probability, in training.
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
-        embedding_range: that of the token embedding; None is the same.
-        use_cache: return the state of the text that was read, where a call does not say.
+        embedding_range: standard deviation of the initial token embedding; None is initializer_range.
+        use_cache: whether calls return the state by default.
         arithmetic: fields of `multilin.layers.linear.Arithmetic`; None multiplies floats.
     """
 
@@ -131,22 +131,22 @@ class MultilinConfig(PretrainedConfig):
             raise InputError(f"num_hidden_layers: {num_layers} given, but {len(self.layers)} layers are listed")
         num_heads = kwargs.pop("num_attention_heads", None)
         if num_heads is not None and num_heads != self.num_attention_heads:
-            self.num_attention_heads = num_heads  # is refused
+            self.num_attention_heads = num_heads  # the setter refuses it
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As transformers', but fields that replace those of the file are checked like them."""
+        """Make a config as transformers does, but check fields given by name like the fields of the file."""
         own = [*FIELDS, *TOKEN_IDS, *cls.attribute_map, "num_hidden_layers"]
         given = {name: kwargs.pop(name) for name in own if name in kwargs}
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     def _check(self, others: Mapping[str, Any]) -> None:
-        """Check what the type of a single field does not say."""
+        """Check what the types of single fields cannot: unknown names, and fields that depend on each other."""
         if "logit_scale" in others:  # In other models it also scales the output bias; final_scale does not.
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
-        for name in others:  # transformers keeps fields that it does not know; those of other tools stay
+        for name in others:  # transformers keeps unknown fields, such as those of other tools; only typos fail
             if not hasattr(PretrainedConfig, name) and (hint := nearest(name, FIELDS, cutoff=0.85)):
                 raise InputError(f"{shorten(name)}: unknown field of the model{hint}")
         load_settings(TokenIds, {name: others[name] for name in TOKEN_IDS if name in others})
@@ -169,12 +169,12 @@ class MultilinConfig(PretrainedConfig):
         raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers', with the number of heads, which PEFT looks for there."""
+        """The fields as a dictionary, with the number of heads, which PEFT reads from it."""
         return super().to_dict() | {"num_attention_heads": self.num_attention_heads}
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Architecture, width and options of each layer: what two models share whose states have the same tensors."""
+        """Architecture, width and options of each layer; models with the same kinds can exchange states."""
         return tuple(
             f"{entry['architecture']} of width {self.hidden_size}, {json.dumps(entry, sort_keys=True)}"
             for entry in self.layers
@@ -201,15 +201,15 @@ class MultilinConfig(PretrainedConfig):
         layers: Sequence[Mapping[str, Any]] | None = None,
         **model: Any,
     ) -> "MultilinConfig":
-        """The preset of an architecture at these sizes.
+        """The configuration of an architecture's preset at these sizes.
 
         Args:
             name: a registered architecture.
             hidden_size, num_layers, vocab_size, n_positions: see the class.
             options: choices of the architecture's preset (heads, windows, ...).
-            layers: entries as in the class that replace the preset's: a hybrid in the frame of this architecture. Each
-                has its own options, so `options` has no place beside it. Where the frame has no limit, the longest text
-                is that of the layer with the shortest.
+            layers: entries as in the class, which replace the preset's layers; its other fields stay. Each entry has
+                its own options, so `options` must not be given. If nothing sets n_positions, it is the shortest
+                limit of a layer.
             model: fields of this class that replace the preset's, and token ids.
 
         Raises:
@@ -235,13 +235,13 @@ class MultilinConfig(PretrainedConfig):
             layers = [{"architecture": name, **dataclasses.asdict(options)} for options in preset.layers]
         entries = [dict(entry) for entry in layers]
         config = cls(vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, layers=entries, **fields)
-        if config.n_positions is None:  # the frame has no limit, but its layers may have one
+        if config.n_positions is None:  # the preset has no limit, but layers may have one
             limits = (options.longest_text for options in config.layer_options())
             config.n_positions = min((limit for limit in limits if limit is not None), default=None)
         return config
 
 
-# The fields and their bounds are those of the signature.
+# The fields and their bounds are read from the signature.
 FIELDS = tuple(name for name in inspect.signature(MultilinConfig.__init__).parameters if name not in ("self", "kwargs"))
 TOKEN_IDS = tuple(field.name for field in dataclasses.fields(TokenIds))
 _HINTS = get_type_hints(MultilinConfig.__init__, include_extras=True)

@@ -110,7 +110,7 @@ class TokenEmbedding(nn.Module):
 
 
 def check_tokens(name: str, tokens: Any, config: MultilinConfig) -> None:
-    """Refuse what is no (B, T) tensor of ids of the vocabulary, and no (B, T, D) tensor of embeddings."""
+    """Refuse input_ids that are no (B, T) ids of the vocabulary, and inputs_embeds that are no (B, T, D) embeddings."""
     is_ids = name == "input_ids"
     form = "(B, T) of token ids" if is_ids else f"(B, T, {config.hidden_size}) of embeddings"
     fits = isinstance(tokens, Tensor) and (tokens.dtype in (torch.int64, torch.int32)) == is_ids
@@ -121,8 +121,8 @@ def check_tokens(name: str, tokens: Any, config: MultilinConfig) -> None:
 
 
 def check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Refuse ids that are not of the vocabulary."""
-    # On a GPU the numbers would have to be waited for, and a traced tensor has none.
+    """Refuse ids outside the vocabulary."""
+    # On a GPU the check would wait for the numbers, and a traced tensor has none.
     is_seen = type(input_ids) is Tensor and input_ids.device.type == "cpu" and can_read_values(input_ids)
     if is_seen and input_ids.numel():
         low, high = (int(x) for x in input_ids.aminmax())
@@ -173,7 +173,7 @@ def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: Embed
         started_BT = layout.starts_BT.long().flip(1).cumsum(dim=1).flip(1) - layout.starts_BT.long() == 0
         counts_BT = started_BT if counts_BT is None else counts_BT & started_BT
         hash_B = torch.where(layout.starts_BT.any(dim=1), 0, hash_B)
-    # Embeddings have no ids; a text that was read so is known by its length alone.
+    # Embeddings have no ids, so only the length identifies such a text.
     ids_BT = tokens if tokens.ndim == 2 else torch.zeros_like(layout.positions_BT)
     hash_B = hash_tokens(ids_BT, hash_B, counts_BT)
     num_read_B = torch.where(is_empty_B, num_read_B, layout.positions_BT.gather(1, last_B1)[:, 0] + 1)

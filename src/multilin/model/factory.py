@@ -1,4 +1,4 @@
-"""Models by name and size: every architecture of ours, and the transformers to compare with."""
+"""Create models by name and size: multilin's architectures, and GPT-2 and Llama to compare with."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **s
 
 def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
     kind = ScaledLlamaConfig if sizes.keys() & _OURS else LlamaConfig
-    # The gated feed-forward has three matrices: 8/3 of the width makes it as large as the two of width 4.
+    # The gated feed-forward has three matrices: 8/3 of the width makes them as large as two of width 4.
     return kind(
         hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
         num_key_value_heads=num_heads, intermediate_size=8 * hidden_size // 3, attention_dropout=dropout,
@@ -35,10 +35,10 @@ def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **
 
 
 BASELINES = {"gpt2": _gpt2, "llama": _llama}
-"""transformers' own models, built at the sizes of ours: same width, depth, heads, vocabulary and tied output."""
+"""Models of transformers, built at the sizes of multilin's: same width, depth, heads, vocabulary and tied output."""
 
 DEFAULT_NUM_LAYERS = 6
-_OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transformers does not have, to their usual values
+_OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transformers lacks, and their defaults
 
 
 @settings
@@ -60,7 +60,7 @@ class BaselineConfig(TokenIds):
 
 
 def model_names() -> list[str]:
-    """Everything `create_model` knows."""
+    """The architectures that `create_model` can build."""
     return [*architectures(), *BASELINES]
 
 
@@ -83,7 +83,7 @@ def create_config(
         n_positions: longest text the model must read.
         options: choices of the architecture's preset; num_heads and dropout for the baselines.
         layers: entries that replace the preset's, see `MultilinConfig.from_architecture`.
-        model: further fields of the config: those of MultilinConfig, or of BaselineConfig.
+        model: further fields of the config, see MultilinConfig; for the baselines BaselineConfig.
 
     Raises:
         InputError: an unknown name or option, or sizes that do not fit.
@@ -130,7 +130,7 @@ def _check_name(architecture: str) -> None:
 
 
 def training_defaults(architecture: str) -> TrainingDefaults:
-    """The training settings of an architecture's source; for the baselines the defaults.
+    """The training settings from an architecture's source; for the baselines multilin's defaults.
 
     Raises:
         InputError: an unknown name.
@@ -142,14 +142,14 @@ def training_defaults(architecture: str) -> TrainingDefaults:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of any model, also of transformers."""
+    """The layers of a model, of multilin or of transformers."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == model.config.num_hidden_layers)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each module into the mode it was in when the block ends, also by error."""
+    """Put a model into evaluation mode; restore the mode of each module when the block ends, also after an error."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""transformers' generate() for models whose state continues: any text can be continued, many times."""
+"""transformers' generate() from a state, so that a text can be continued any number of times."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +19,13 @@ OTHER_MODES = {
     "constraints": "constrained beam search",
     "num_beam_groups": "group beam search",
 }
-"""Settings of modes that transformers no longer has itself: it would run code from the hub, written for its caches."""
+"""Settings of modes for which transformers runs code from the hub, written for its caches; multilin refuses them."""
 
 Settings = Sequence[GenerationConfig | None]
 
 
 class StatefulGenerationMixin(GenerationMixin):
-    """Adds to generate() a state to begin from, which is left as it was.
+    """Adds to generate() a state to start from; generate() does not change this state.
 
     transformers recognises a model that can generate by the ending of this class's name.
     """
@@ -46,20 +46,20 @@ class StatefulGenerationMixin(GenerationMixin):
     ) -> Any:
         """transformers' generate (greedy, sampling, beams, assistants), at the start of a text or from a state.
 
-        With `past_key_values=state`, `inputs` are the whole text, of which the state has read a part: transformers'
-        convention. The state itself is left as it was, so one state can be continued many times.
-        `return_dict_in_generate=True` returns the state reached.
+        With `past_key_values=state`, `inputs` are the whole text, including the part that the state has read, as in
+        transformers. The given state is not changed, so it can be continued many times.
+        `return_dict_in_generate=True` also returns the state at the end.
 
         Args:
             inputs: (B, T) token ids; without them, the start token.
-            generation_config: transformers' settings; single ones may be given by name.
+            generation_config: transformers' settings; single settings may be given by name.
             new_tokens_only: `inputs` are the tokens after those that the state has read.
-            kwargs: everything else that transformers' generate takes.
+            kwargs: further arguments of transformers' generate.
 
         Raises:
-            InputError: a text that does not begin with the text that the state has read, prompt and new tokens together
-                longer than the model can read, no token at all, a cache of another kind, or a mode of generation that
-                transformers no longer has.
+            InputError: a text that does not begin with the tokens that the state has read, prompt and new tokens
+                together longer than the model can read, no token at all, a cache of another kind, or a mode of
+                generation that transformers no longer has.
         """
         settings = (generation_config, self.generation_config)
         _refuse_other_modes(settings, kwargs)
@@ -69,13 +69,13 @@ class StatefulGenerationMixin(GenerationMixin):
         if (kind := _setting("cache_implementation", settings, kwargs)) is not None:
             if kind != "dynamic":
                 raise InputError(
-                    f"cache_implementation: {kind!r} given, but a multilin model keeps a state of its own, of constant "
-                    "size; leave it out"
+                    f"cache_implementation: {kind!r} given, but a multilin model always uses its own state of "
+                    "constant size; leave it out"
                 )
             kwargs["cache_implementation"] = None
         _check_order(tokens, settings, kwargs)
         num_before = torch.zeros(1, dtype=torch.long)
-        # Without a state, transformers would have new tokens read without the embeddings before them.
+        # Embeddings need a state: without one, transformers would read new tokens without the embeddings before them.
         is_cached = name == "inputs_embeds" or _setting("use_cache", settings, kwargs) is not False
         if is_cached or kwargs.get("past_key_values") is not None:
             state = self._open_state(name, tokens, kwargs, new_tokens_only)
@@ -119,7 +119,7 @@ class StatefulGenerationMixin(GenerationMixin):
             return state
         state = state.clone()
         state.num_columns = 0
-        # A mask for more tokens than are given is how transformers itself is told that only new ones are.
+        # As in transformers, a mask longer than the tokens says that only new tokens are given.
         if tokens is None or new_tokens_only or (mask is not None and mask.shape[1] > tokens.shape[1]):
             return state
         state.num_columns = _num_columns_read(name, tokens, mask, state)
@@ -162,10 +162,10 @@ class StatefulGenerationMixin(GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers', but all columns that the state has not read yet are read.
+        """The inputs of the next call of the model: all columns that the state has not read yet.
 
-        After `TextState.crop` they can be more than transformers counts; assisted decoding begins with None instead of
-        a count, and none is given for a piece of a prompt, which is read whole. Positions are counted by the state.
+        After `TextState.crop` these can be more than transformers counts. Assisted decoding begins with None instead of
+        a count. Without a count (0), a piece of a prompt is read whole. The state counts positions.
         """
         if next_sequence_length != 0 and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
@@ -188,7 +188,7 @@ def _refuse_other_modes(settings: Settings, given: dict[str, Any]) -> None:
 
 
 def _setting(name: str, settings: Settings, given: dict[str, Any]) -> Any:
-    """As transformers looks for it: by name, in the config that is given, in the model's own."""
+    """The value of a setting: given by name, else in the given config, else in the model's."""
     values = (given.get(name), *(getattr(config, name, None) for config in settings))
     return next((value for value in values if value is not None), None)
 
@@ -223,7 +223,7 @@ def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: Tex
 
 
 def _check_order(tokens: Tensor | None, settings: Settings, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that place tokens otherwise than one after the other, as every row is continued."""
+    """Refuse packed documents, and positions that do not count from 0: each row is continued as one text."""
     for name in ("document_ids", "cu_seqlens", "seq_idx", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
             raise InputError(f"{name}: given, but generate() continues one text in each row; give the last one alone")

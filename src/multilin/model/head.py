@@ -38,7 +38,7 @@ class FixedBias:
             counts: (V,) how often each token occurs in the training text.
 
         Raises:
-            InputError: the config's output_bias is another one, or there are not V counts.
+            InputError: the config's output_bias is not "unigram", or there are not V counts.
         """
         if self.config.output_bias != "unigram":
             raise InputError(f"output_bias: {self.config.output_bias!r} given, but only 'unigram' is set from counts")
@@ -50,7 +50,7 @@ class FixedBias:
 
     @torch.no_grad()
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As transformers', but a fixed bias stays fixed; a new token gets the bias of the rarest token."""
+        """Resize as transformers does; a fixed bias stays fixed, and a new token gets the bias of the rarest token."""
         bias_V = self.lm_head.bias.clone() if isinstance(self.lm_head, FixedBiasLinear) else None
         embeddings: nn.Module = super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
         if bias_V is not None:
@@ -101,7 +101,7 @@ def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """True if calling the head only multiplies with its own weight and adds its own bias.
 
-    An adapter is of another class; see `is_unwrapped` for what else does more.
+    False for an adapter, which is of another class, and where `is_unwrapped` is False.
     """
     return type(head) in (nn.Linear, FixedBiasLinear) and is_unwrapped(head)
 
@@ -117,7 +117,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def check_targets(name: str, targets: Any, tokens: Any) -> None:
-    """Refuse targets that are not one id for each token; what is no tensor of tokens is for the body to refuse."""
+    """Refuse targets that are not one id for each token; the body refuses tokens that are no tensor."""
     if not isinstance(tokens, Tensor):
         return
     is_ids = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)

@@ -1,4 +1,4 @@
-"""The one language model: the body, an output head and its loss."""
+"""The language model: the body, an output head and its loss."""
 
 import dataclasses
 from typing import Any
@@ -64,7 +64,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
                 cu_seqlens, others: see `MultilinModel.forward`.
             labels: (B, T) the ids again (-100 is not scored); token t is predicted from the tokens before it.
             use_cache: return the state; the default is the config's, but neither in training nor with labels.
-            logits_to_keep: compute logits for the last so many positions (0 for all), or for these positions.
+            logits_to_keep: number of last positions to compute logits for (0 for all), or a tensor of positions.
             num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
             others: also `shift_labels`, (B, T) the token that follows each position (-100 is not scored), in place of
                 `labels`.
@@ -76,7 +76,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         Raises:
             InputError: a text longer than n_positions, an unknown argument, or arguments that do not fit together.
         """
-        # No parameter by name: Trainer would take it for a label of every batch, and evaluate without a loss.
+        # Not a named parameter: Trainer would take it for a label of every batch, and evaluate without a loss.
         shift_labels = others.pop("shift_labels", None)
         is_scored = labels is not None or shift_labels is not None
         for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
@@ -126,12 +126,12 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         return load_settings(Arithmetic, self.config.arithmetic, "arithmetic")
 
     def set_arithmetic(self, arithmetic: Arithmetic) -> None:
-        """How all layers multiply from now on, and after the model is saved and loaded; see `Arithmetic`.
+        """Set how all layers multiply, also after the model is saved and loaded; see `Arithmetic`.
 
-        Embedding and output use floats in any case.
+        Embedding and output always use floats.
 
         Raises:
-            InputError: floats asked for where only int8 weights are left.
+            InputError: floats are asked for, but only int8 weights are left.
         """
         set_arithmetic(self.model.layers, arithmetic)
         self.config.arithmetic = dataclasses.asdict(arithmetic)

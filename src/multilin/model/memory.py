@@ -1,4 +1,4 @@
-"""The memory that a model would take, estimated before it is built, and the memory that this machine has left.
+"""Estimate the memory of a model before it is built, and find the memory that this machine has left.
 
 Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
 as 60 to 100 % of what training was measured to keep (30 % for mixers). The estimate is low, so a refused model would
@@ -19,7 +19,7 @@ from multilin.errors import InputError
 from multilin.ops.linear_cross_entropy import rows_of_chunk
 
 FLOAT_BYTES, ID_BYTES = 4, 8
-_KEPT_PER_OUTPUT = 2  # numbers kept for the backward pass, for every number that a matrix gives
+_KEPT_PER_OUTPUT = 2  # numbers kept for the backward pass per output of a matrix
 _READ_AT_ONCE = 4  # vectors of the hidden size held for each token that is read, without gradients
 
 
@@ -36,7 +36,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
 
 
 def available_memory(device: torch.device | str = "cpu") -> int | None:
-    """Bytes that this process can still have on a device; None if the system does not tell."""
+    """Bytes that this process can still allocate on a device; None if the system does not tell."""
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -114,7 +114,7 @@ def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The matrices of the layers: neither embeddings nor the output projection."""
+    """The matrices of the model without embeddings and output projection."""
     modules = [model.get_output_embeddings(), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     others = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return (p for p in model.parameters() if p.ndim > 1 and id(p) not in others)

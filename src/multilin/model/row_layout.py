@@ -1,7 +1,7 @@
-"""How texts lie in a row: where documents begin, in each of the ways that collators say it, and where padding is.
+"""Documents and padding in a row: where documents begin, in each form that collators use, and where padding is.
 
-Padding before the first token of a sequence has no effect. After a token it has: a window would keep it instead of a
-token. So the tokens of each row are moved together to be read, and the results back.
+Padding before the first token of a row has no effect. After a token, a window would keep padding instead of a token.
+So the tokens of each row are moved together before they are read, and the results are moved back.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ SIZE_HINTS = ("max_length_q", "max_length_k", "cu_seq_lens_k")
 
 
 class Packing(NamedTuple):
-    """How several documents lie in the rows.
+    """Where documents begin in the rows.
 
     A token starts a document if any of the fields marks it; fields that are None are ignored.
 
-    document_ids: (B, T) number of each token's document; a change begins one.
+    document_ids: (B, T) number of each token's document; a change begins a document.
     cu_seqlens: (N + 1,) cumulative lengths of the documents in the rows laid end to end, from 0 to B * T.
-    position_ids: (B, T) or (1, T) position of each token in its document; one that does not rise begins one.
+    position_ids: (B, T) or (1, T) position of each token in its document; one that does not rise begins a document.
     """
 
     document_ids: Tensor | None = None
@@ -98,18 +98,18 @@ def document_starts(
     starts_BT = torch.stack(starts).any(dim=0) & (num_before_BT > 0)
     if padding_BT is not None:
         starts_BT = starts_BT & ~padding_BT
-    # Looking costs a wait on a GPU, less than kernels that look for starts at every token.
+    # This check waits for a GPU, but costs less than kernels that look for starts at every token.
     if not torch.compiler.is_compiling() and not starts_BT.any():
         return None
     return starts_BT
 
 
 def _before(values_BT: Tensor, first_B: Tensor, padding_BT: Tensor | None) -> Tensor:
-    """The value at the token before each, padding skipped; `first_B` before a row's first token."""
+    """For each column the value at the token before it, padding skipped; `first_B` where there is no token."""
     shifted_BT = torch.cat([first_B[:, None].to(values_BT.dtype), values_BT[:, :-1]], dim=1)
     if padding_BT is None:
         return shifted_BT
-    # The index of the last token among those before, as an index into `first_B ++ values_BT`: 0 where there is none.
+    # The index of the last token before each column, into `first_B ++ values_BT`: 0 where there is none.
     index_T = torch.arange(1, values_BT.shape[1] + 1, device=values_BT.device)
     last_BT = torch.where(padding_BT, 0, index_T).cummax(dim=1).values
     last_BT = torch.cat([torch.zeros_like(last_BT[:, :1]), last_BT[:, :-1]], dim=1)
@@ -134,7 +134,7 @@ def _starts_from_lengths(cu_seqlens: Tensor, num_batch: int, num_time: int) -> T
     starts[cu_seqlens.long()] = True
     starts_BT = starts[:-1].view(num_batch, num_time)
     if is_checked and not starts_BT[:, 0].all():
-        raise InputError("cu_seqlens: a document goes on from one row into the next, but every row must begin with one")
+        raise InputError("cu_seqlens: a document continues in the next row, but every row must begin a document")
     return starts_BT
 
 
@@ -155,7 +155,7 @@ def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
             f"attention_mask: shape {tuple(attention_mask.shape)} given, but it must be ({num_batch}, {num_time})"
         )
     if attention_mask.dtype != torch.bool and not torch.compiler.is_compiling():
-        # Some packers number documents in the mask; taken for ones they would see each other.
+        # Some packers number documents in the mask; read as ones, the documents would see each other.
         wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
         if len(wrong):
             raise InputError(
@@ -183,7 +183,7 @@ def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
 
 
 class ColumnOrder(NamedTuple):
-    """An order of each row's columns in which the tokens stand together.
+    """An order of each row's columns in which the tokens lie together.
 
     take_BS: (B, S) the columns of the packed row, S the largest number of tokens in a row, at least 1;
         T in compiled code.
@@ -195,7 +195,7 @@ class ColumnOrder(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: Tensor, at_end: bool) -> "ColumnOrder":
-        """The order for a (B, T) mask, tokens at the end of the packed row, behind its padding, or at the start."""
+        """The order for a (B, T) mask; with `at_end`, tokens come after the padding of the packed row, else before."""
         counts_B1 = mask.sum(dim=1, keepdim=True)
         width = mask.shape[1] if torch.compiler.is_compiling() else max(1, int(counts_B1.max()))
         take_BT = mask.int().argsort(dim=1, descending=not at_end, stable=True)
@@ -210,9 +210,9 @@ class ColumnOrder(NamedTuple):
         return torch.arange(len(self.take_BS), device=self.take_BS.device)[:, None]
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, T, ...) to (B, S, ...)."""
+        """Pack (B, T, ...) to (B, S, ...)."""
         return x[self.rows_B1, self.take_BS]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(B, S, D) to (B, T, D); padding gets the values of the token before it, or 0 without one."""
+        """Undo `pack`: (B, S, D) to (B, T, D); padding gets the values of the token before it, or 0 without one."""
         return x[self.rows_B1, self.place_BT.clamp(min=0)].masked_fill((self.place_BT < 0)[..., None], 0)

@@ -1,7 +1,7 @@
 """The state of a text: a model's memory of all tokens that it has read, of constant size.
 
-`TextState` is what a user holds. Each part of the model, the embedding and then every layer, has a value in it: a
-(nested) NamedTuple of tensors. While a text is read token by token, the windows in these values lie in rings (see
+Users hold a `TextState`. It has a value for each part of the model, the embedding and then every layer: a (nested)
+NamedTuple of tensors. While a text is read token by token, the windows in these values lie in rings (see
 `multilin.ops.ring`), which are written in place; the functions below `open_state` lay them out and grow them.
 """
 
@@ -15,15 +15,15 @@ from transformers.cache_utils import Cache
 from multilin.errors import InputError
 from multilin.ops.ring import Ring, slots_of
 
-LONGEST_STEP = 16  # new tokens that are read from rings; more are read faster from windows in their order
-FEWEST_SLOTS = 256  # of a ring that is not yet full; doubled as tokens come
+LONGEST_STEP = 16  # most new tokens to read from rings; more are read faster from windows in token order
+FEWEST_SLOTS = 256  # fewest slots of a ring that is not full; doubled as tokens come
 
 
 class TextState(Cache):
     """The state of a model, a transformers Cache: the states of the embedding and of every layer.
 
-    A model reads it and leaves it changed in place (`model(ids, past_key_values=state)`), as transformers' caches are;
-    `clone` first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a clone by itself.
+    `model(ids, past_key_values=state)` continues from the state and changes it in place, like a cache of transformers;
+    `clone` it first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a copy.
 
     parts: the values of the embedding, which counts and hashes the tokens of each row, and of every layer, as they lie
         in memory; None before the first token. `values` has their windows in the order of the tokens.
@@ -69,12 +69,12 @@ class TextState(Cache):
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name, `layers.3.queries.logits_BSH`; the tokens of a window are in their order."""
+        """Every tensor with its name, such as `layers.3.queries.logits_BSH`; windows are in token order."""
         for name, value in zip(self.part_names, self.values, strict=True):
             yield from named_tensors(value, name)
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all tensors by those of the same names, see `named_tensors`."""
+        """Replace each tensor by the one of the same name, see `named_tensors`."""
         in_order = (tensors[name] for name, _ in self.named_tensors())
         self.parts = [map_tensors(lambda _: next(in_order), value) for value in self.values]
 
@@ -83,7 +83,7 @@ class TextState(Cache):
         return self.map(torch.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextState":
-        """As `clone`, which also copies tensors with gradients."""
+        """The same as `clone`, which can also copy tensors with gradients."""
         return self.clone()
 
     def fork(self, num_continuations: int) -> "TextState":
@@ -93,7 +93,7 @@ class TextState(Cache):
         return self.map(lambda tensor: tensor.repeat_interleave(num_continuations, dim=0))
 
     def select(self, rows: list[int]) -> "TextState":
-        """A copy of these rows, in this order; of a state that has read nothing, and has no rows yet, a copy.
+        """A copy of these rows, in this order; a state that has read nothing has no rows and is copied whole.
 
         Raises:
             InputError: no rows, or one that the state does not have.
@@ -118,7 +118,7 @@ class TextState(Cache):
 
     @torch.inference_mode()
     def leave(self, row: int) -> "TextState":
-        """Remove a row and return it as a state of its own; the last row takes its place."""
+        """Remove a row and return it as a new state; the last row takes its place."""
         left, last = self.select([row]), (self.batch_size or 0) - 1
         if last == 0:
             self.reset()
@@ -139,7 +139,7 @@ class TextState(Cache):
         return copy
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i]."""
+        """Replace each row i by row beam_idx[i]."""
         self.parts = self.map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device))).parts
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -153,9 +153,9 @@ class TextState(Cache):
     def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
         """The values of all parts before a call of the model; `advance` takes the values after it.
 
-        In a call with few new columns, and plain (no padding, no document begins, positions are counted), windows are
-        rings, which are written in place. Gradients and recorded states do not allow that, and traced graphs do not
-        show it.
+        In a plain call (no padding, no document begins, positions are counted) with few new columns, windows are
+        rings, which are written in place. Gradients and recorded states forbid this, and traced graphs would
+        miss it.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -180,9 +180,9 @@ class TextState(Cache):
         return map_tensors(torch.clone, ring) if is_locked else ring
 
     def advance(self, values: list[Any], num_columns: int) -> None:
-        """Take the value of every part after a call of the model that read `num_columns` columns.
+        """Store the value of every part after a call of the model that read `num_columns` columns.
 
-        The value of a ring holds the new tokens only, which are written into the ring.
+        For a ring, the value holds the new tokens only; they are written into the ring.
         """
         if self._earlier is not None:
             self._earlier.append((self.num_columns, self.values))
@@ -203,16 +203,16 @@ class TextState(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
 
-        A running sum cannot forget single tokens. So this takes back whole calls, and generate() reads the tokens that
-        were to be kept again: they begin after `num_columns`. Recorded states that no later `crop` can need are
-        dropped. transformers' assisted decoding calls it after each round.
+        A running sum cannot forget single tokens, so this takes back whole calls. generate() then reads again the
+        tokens that were to be kept, which begin after `num_columns`. Recorded states that no later `crop` can need
+        are dropped. transformers' assisted decoding calls `crop` after each round.
 
         Args:
             tokens_to_remove: number of columns, as a negative number or 0; transformers before 5.20 gives the positive
                 number of columns to keep instead.
 
         Raises:
-            InputError: states were not recorded, or not from so early on.
+            InputError: no recorded state is early enough.
         """
         kept = tokens_to_remove if tokens_to_remove > 0 else self.num_columns + tokens_to_remove
         if kept >= self.num_columns:
@@ -232,11 +232,11 @@ class TextState(Cache):
         return self.num_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: no limit."""
+        """-1, which means no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name in older versions of transformers
-    is_croppable = False  # `crop` goes back to recorded calls alone
+    is_croppable = False  # `crop` can only go back to recorded calls
 
     def update(self, *_: Any, **__: Any) -> Any:
         """Refuse keys and values, which a state does not have."""
@@ -249,7 +249,7 @@ class TextState(Cache):
 
 
 def _unlocked(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that can be used outside of inference mode, in which it was made.
+    """The tensor, or a copy if it was made in inference mode and is now used outside of it.
 
     Compiled code cannot ask how a tensor was made; without gradients it may be read as it is.
     """
@@ -259,7 +259,7 @@ def _unlocked(tensor: Tensor) -> Tensor:
 
 
 def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) -> TextState:
-    """The state in the caller's `past_key_values`, or without one the state at the start of a text.
+    """The caller's `past_key_values` after a check, or for None the state at the start of a text.
 
     Raises:
         InputError: not a TextState, or a state of other layers, or of another number of layers or rows.
@@ -271,7 +271,7 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
             f"past_key_values: {type(given).__name__} given, but it must be a TextState, as this model returns it"
         )
     if len(given.kinds) != len(kinds):
-        raise InputError(f"past_key_values: a state of {len(given.kinds)} layers, but {len(kinds)} read")
+        raise InputError(f"past_key_values: a state of {len(given.kinds)} layers, but this model has {len(kinds)}")
     if given.kinds != kinds:
         its, own = next(pair for pair in zip(given.kinds, kinds, strict=True) if pair[0] != pair[1])
         raise InputError(f"past_key_values: the state of another model, which has a layer of {its}; this has {own}")
@@ -284,7 +284,7 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
 
 
 def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> Any:
-    """Apply a function to every tensor of a (nested) NamedTuple, and to its place in others of the same form."""
+    """Apply a function to every tensor of a (nested) NamedTuple, and to its counterparts in others of the same form."""
     if isinstance(state, Tensor):
         return function(state, *others)
     if state is None or isinstance(state, int):
@@ -361,7 +361,7 @@ def from_ring(ring: Any) -> Any:
 
 
 def grow(ring: Any, num_new: int) -> Any:
-    """The ring with room for `num_new` tokens, up to the number that it keeps; itself if there is room."""
+    """The ring with room for `num_new` more tokens, up to `num_kept` slots; the ring itself if it has room."""
     if not isinstance(ring, Ring) or ring.num_slots == ring.num_kept:
         return ring
     return _with_slots(ring, _enough_slots(ring.num_read_B, num_new, ring.num_kept))
@@ -381,7 +381,7 @@ def _with_slots(ring: Ring, num_slots: int) -> Ring:
 
 
 def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
-    """Write new tokens (B, T, ...), in a state of the same type, into their slots; a value of another kind is replaced.
+    """Write new tokens (B, T, ...), in a state of the same type, into their slots; a value that is no ring is replaced.
 
     The ring is written in place; num_read_B counts the tokens read, including the new tokens.
     """
@@ -389,7 +389,7 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
         return new
     slots, num_slots = {name: getattr(new, name) for name in new.slots.fields}, ring.num_slots
     num_all = next(iter(slots.values())).shape[1]
-    num_new = min(num_all, num_slots)  # earlier ones have no place any more
+    num_new = min(num_all, num_slots)  # earlier ones would be overwritten
     first_B = (ring.num_read_B + (num_all - num_new)) % num_slots
     first = first_B.tolist() if first_B.device.type == "cpu" else [0, 1]
     if min(first) == max(first) <= num_slots - num_new:
@@ -422,7 +422,7 @@ def join_rings(state: Any, other: Any) -> Any:
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The smallest of 256, 512, ... slots that hold all tokens; `num_kept` on a GPU, where looking would wait."""
+    """The smallest of 256, 512, ... slots that hold all tokens; `num_kept` on a GPU, where counting would wait."""
     if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
         return num_kept
     needed = int(num_read_B.max()) + num_new

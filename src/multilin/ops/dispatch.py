@@ -79,7 +79,7 @@ class Op:
         Without arguments, `refuses` is not consulted, and special cases are left out.
 
         Raises:
-            RuntimeError: an argument has a forward-mode derivative, which kernels would drop without a word.
+            RuntimeError: an argument has a forward-mode derivative, which kernels would silently ignore.
         """
         options = options or {}
         if arguments is not None:
@@ -112,7 +112,7 @@ def _has_tangent(*inputs: Any) -> bool:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of autocast on its device, else that of x; float64 stays as it is, as in PyTorch's own products."""
+    """The dtype of autocast on its device, else the dtype of x; float64 stays float64, as in PyTorch's own products."""
     device = x.device.type
     is_lowered = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_lowered else x.dtype
@@ -125,7 +125,7 @@ def can_read_values(tensor: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
-    """Warn, but once per process for the same words; while a graph is traced too."""
+    """Warn once per process for the same message, also while a graph is traced."""
     warn_plainly(message)
 
 

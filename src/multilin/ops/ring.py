@@ -20,7 +20,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(state: Any) -> Slots | None:
-    """The slots of a state that is a window of one token and more; None for every other."""
+    """The slots of a state that is a window of at least one token; None for other states."""
     slots: Slots | None = getattr(state, "slots", None)
     return slots if slots is not None and getattr(state, slots.fields[0]).shape[1] > 0 else None
 
@@ -30,7 +30,7 @@ class Ring(NamedTuple):
 
     tokens: Any  # a state of an op whose windows have S slots
     num_read_B: Tensor  # (B,) int64 tokens read
-    num_kept: int  # slots of the op's own state; S is smaller as long as no sequence has so many tokens
+    num_kept: int  # slots of the op's own state; S is smaller while all sequences are shorter
 
     @property
     def num_slots(self) -> int:
@@ -38,8 +38,8 @@ class Ring(NamedTuple):
         return getattr(self.tokens, self.tokens.slots.fields[0]).shape[1]
 
     def distances(self, num_new: int) -> Tensor:
-        """Distance in tokens from each of the next tokens to that in each slot, (B, T, S), at least 1."""
+        """Distance in tokens from each of the next tokens to the token in each slot, (B, T, S), at least 1."""
         new_T = torch.arange(num_new, device=self.num_read_B.device)
         slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
-        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # S as a tensor: a graph is for any
+        age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # S as a tensor: a graph fits any S
         return age_BS[:, None, :] + new_T[:, None]

@@ -1,4 +1,4 @@
-"""Pairs of numbers turned by angles, as rotary positions do. It has no kernels: they made training no faster."""
+"""Rotation of pairs of numbers by angles, for rotary positions. It has no kernels: they made training no faster."""
 
 import torch
 from jaxtyping import Float
@@ -27,8 +27,8 @@ def rotary(
     Raises:
         InputError: a block or shapes that do not fit.
 
-    Cost: a few passes over x each way; nothing but the angles is kept.
-    Source: RoFormer's rotary positions, with pairs as TScale places them.
+    Cost: a few passes over x each way; only the angles are kept.
+    Source: RoFormer's rotary positions, with pairs placed as in TScale.
     """
     width = x.shape[-1]
     if block < 2 or block % 2 or width % block:

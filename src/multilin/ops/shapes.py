@@ -1,4 +1,4 @@
-"""Shapes of the arguments of ops: kernels read by addresses, so what does not fit would be read beside the tensors."""
+"""Checks of the shapes of arguments: kernels read by address, so with a wrong shape they would read outside tensors."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from multilin.errors import InputError, shown
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for a message: of a tensor `float32 of shape (2, 3)`."""
+    """Describe a value for a message; a tensor as `float32 of shape (2, 3)`."""
     if not isinstance(value, Tensor):
         return shown(value)
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 def check_shapes(*expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
-    """Refuse arguments of other shapes.
+    """Refuse arguments whose shape is not the wanted one.
 
     Args:
-        expected: name, value and wanted shape of each argument; None is no value.
+        expected: name, value and wanted shape of each argument; None is not checked.
     """
     for name, tensor, shape in expected:
         if tensor is not None and tensor.shape != shape:
@@ -26,7 +26,7 @@ def check_shapes(*expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
 
 
 def check_heads(queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Refuse what is not (B, T, H, D), (B, T, H, D) and (B, T, H, E)."""
+    """Refuse queries, keys and values that are not (B, T, H, D), (B, T, H, D) and (B, T, H, E)."""
     if queries.shape != keys.shape or values.shape[:3] != keys.shape[:3]:
         raise InputError(
             f"keys: shape {tuple(keys.shape)} given for queries {tuple(queries.shape)} and values "

@@ -1,4 +1,4 @@
-"""A softmax whose gradient keeps its digits where one weight is nearly 1, as strong decays make it."""
+"""A softmax whose gradient stays precise where one weight is nearly 1, as with strong decays."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dweights: Tensor) -> tuple[Tensor, None]:
-        """p (g - sum p g) with g counted from its value at the largest weight, where the difference would cancel."""
+        """p (g - sum p g), with g relative to its value at the largest weight, where the difference would cancel."""
         refuse_second_derivative("softmax")
         weights, null_weight = ctx.saved_tensors
         origin = dweights[0].gather(-1, weights.argmax(dim=-1, keepdim=True))

@@ -1,7 +1,7 @@
-"""As many threads as other programs leave cores.
+"""Use as many threads as other programs leave cores.
 
-PyTorch's threads wait for each other many times in a step, and keep their cores busy while they wait. Where one of them
-has lost its core to another program, all wait for it, and a step takes several times as long; fewer threads do more.
+PyTorch's threads wait for each other many times in a step, and keep their cores busy while they wait. If one of them
+loses its core to another program, all wait for it, and a step takes several times as long; fewer threads are faster.
 Nothing here imports PyTorch, and nothing changes outside of `following_load`.
 """
 
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SECONDS = 0.5  # between two looks at what the cores do
+SECONDS = 0.5  # between two measurements of the load
 
 
 class Load:
-    """How many of the cores that this process may use other processes keep busy, from one look to the next."""
+    """How many of the cores that this process may use other processes keep busy, from one measurement to the next."""
 
     def __init__(self) -> None:
         self.begin, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
 
     def cores(self) -> float | None:
-        """The mean since the last look, None where the system does not tell (there is no /proc/stat)."""
+        """The mean since the last measurement, None where the system does not tell (there is no /proc/stat)."""
         before = self.begin, self._busy, self._own
         self.begin, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
         if before[1] is None or self._busy is None or self.begin == before[0]:
@@ -50,7 +50,7 @@ def following_load() -> Iterator[None]:
 
 
 def free_cores() -> int:
-    """Cores that other programs leave to this process, looked at every `SECONDS`; outside of `following_load` all."""
+    """Cores that other programs leave free, measured every `SECONDS`; outside of `following_load` all cores."""
     global _free
     if _load is not None and time.monotonic() - _load.begin >= SECONDS and (busy := _load.cores()) is not None:
         _free = max(1, available_cores() - round(busy))
@@ -58,7 +58,7 @@ def free_cores() -> int:
 
 
 def adapt() -> None:
-    """Between two pieces of work in PyTorch: go on with as many threads as other programs leave cores."""
+    """Give PyTorch as many threads as other programs leave cores; call it between two pieces of work."""
     global _most
     if _load is None:
         return
@@ -74,7 +74,7 @@ def available_cores() -> int:
 
 
 def busy_seconds() -> float | None:
-    """Seconds that the cores of this process have computed since the machine was started, for all processes."""
+    """CPU seconds of all processes on this process's cores since the machine started; None without /proc/stat."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -86,6 +86,6 @@ def busy_seconds() -> float | None:
 
 
 def own_seconds() -> float:
-    """Seconds that this process, and those it started that have ended, have computed."""
+    """CPU seconds of this process and of its child processes that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -1,4 +1,4 @@
-"""All products of pairs inside aligned blocks, contracted by a matrix."""
+"""Block outer product: all products of pairs inside aligned blocks, contracted by a matrix."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -28,8 +28,8 @@ def block_outer(
 
         y_d = sum over n, k, j of weight[d, n, k, j] * left[n, k] * right[n, j]
 
-    One op for three systems: with K = J a power of two, the pairs (i, i xor b), b < K, are exactly all pairs inside
-    aligned blocks of K, so 3Lin's combiner is K = 16, TScale's K = 4, and ELiTA's feed-forward is one block of D x 8.
+    One op for three architectures: with K = J a power of two, the pairs (i, i xor b), b < K, are exactly the pairs in
+    aligned blocks of K, so 3Lin's combiner has K = 16, TScale's K = 4, and ELiTA's feed-forward is one block of D x 8.
 
     Args:
         left: (..., N, K) N blocks of K numbers.
@@ -43,7 +43,7 @@ def block_outer(
         InputError: shapes that do not fit.
 
     Cost: 2 N K J D multiplications and additions per row, three times that with backward. The N K J products of a row
-    are held for a chunk of rows only, about 2^21 numbers on a CPU and 2^27 elsewhere, and are made again backward.
+    are held for a chunk of rows only, about 2^21 numbers on a CPU and 2^27 elsewhere, and are computed again backward.
     Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
     """
     check_blocks(left, right, weight)

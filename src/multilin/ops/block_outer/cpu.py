@@ -1,4 +1,4 @@
-"""Block outer products on a CPU: pairs, and gradients from theirs, are made in one pass over memory each.
+"""Block outer products on a CPU: one pass over memory makes the pairs, and one the gradients from their gradients.
 
 Pairs are in memory as (rows, pairs), for a chunk of rows at a time; see `portable`. Right blocks are 4, 8 or 16 wide.
 """
@@ -23,7 +23,7 @@ def refuses_vectors(*factors: Tensor) -> str | None:
 
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-    """See `multilin.ops.block_outer`; all of one type."""
+    """See `multilin.ops.block_outer`; all arguments have one dtype."""
     return in_chunks(left, right, weight, expand, contract)
 
 
@@ -43,7 +43,7 @@ def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Te
 
 @operator("contract_pairs", lambda _, left, right: (left.new_empty(left.shape), right.new_empty(right.shape)))
 def contract_pairs(dpairs: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of left and right from that of their products (R, N K J)."""
+    """Gradients of left and right from the gradient of their products (R, N K J)."""
     dleft, dright = torch.empty(left.shape, dtype=left.dtype), torch.empty(right.shape, dtype=right.dtype)
     inputs = dpairs.contiguous().flatten(1), left.contiguous(), right.contiguous()
     _launch.launch_parts(_kernels.contract, dpairs.numel(), *inputs, dleft, dright)

@@ -1,6 +1,6 @@
-"""Kernels of `block_outer`: products of pairs in the order in which they multiply the weight, and back.
+"""Kernels of `block_outer`: products of pairs in the order of the weight's columns, and their gradients.
 
-Sixteen products are made at a time, as vector instructions: compilers find none in loops over 4, 8 or 16 numbers. A
+Vector instructions make sixteen products at a time; compilers find none in loops over 4, 8 or 16 numbers. A
 vector holds the products of 16 / J numbers of the left block with the J of the right one, in the order of memory.
 """
 
@@ -26,7 +26,7 @@ _FLOAT = ir.FloatType()
 
 
 def _load(builder, pointer, count):
-    """So many numbers, as float32."""
+    """Load `count` numbers as float32."""
     element = pointer.type.pointee
     vector = builder.bitcast(pointer, ir.VectorType(element, count).as_pointer())
     numbers = builder.load(vector, align=4 if element == _FLOAT else 2)
@@ -118,7 +118,7 @@ def expand_blocks(left, right, pairs):
 
 @njit(forceinline=True, **SCALARS)
 def contract_blocks(dpairs, left, right, dleft, dright):
-    """Gradients of both factors from that of their pairs, shapes as in `expand_blocks`."""
+    """Gradients of both factors from the gradient of their pairs, shapes as in `expand_blocks`."""
     size, K, J = left.itemsize, left.shape[1], right.shape[1]
     lefts, rights, dproducts, dlefts = left.ctypes.data, right.ctypes.data, dpairs.ctypes.data, dleft.ctypes.data
     total = np.empty(J, np.float32)

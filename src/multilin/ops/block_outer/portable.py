@@ -1,7 +1,7 @@
 """Block outer products as matrix products over the expanded pairs, for a chunk of rows at a time.
 
-A chunk's pairs stay in the cache until their matrix product, and are made again for the backward pass. Here they are in
-memory as (pairs, rows), so that they are products of whole lines of numbers.
+A chunk's pairs stay in the cache until their matrix product, and are computed again for the backward pass. Here they
+lie in memory as (pairs, rows), so that each line of memory is the product of two lines.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from multilin.ops.kernels import is_exported, refuse_second_derivative
 
-NUMBERS = {"cpu": 2**21}  # pairs of a chunk: in the cache, and rows enough for full-speed matrix products
-MANY_NUMBERS = 2**27  # on devices that want much to do at a time
+NUMBERS = {"cpu": 2**21}  # pairs of a chunk: they fit the cache, and products run at full speed
+MANY_NUMBERS = 2**27  # on other devices, which need large pieces of work
 FEWEST_ROWS = 128
 
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`."""
-    # All pairs at once, as one product with a constant matrix. Compiled for a GPU, that is faster than chunks of rows,
-    # at the price that the memory of the pairs grows with the rows.
+    # All pairs at once, as one product with a constant matrix. Compiled for a GPU, this is faster than chunks of rows,
+    # but the memory of the pairs grows with the rows.
     if is_exported() or (torch.compiler.is_compiling() and left.is_cuda):
         return torch.nn.functional.linear((left[..., None] * right[..., None, :]).flatten(-3), weight.flatten(1))
     return in_chunks(left, right, weight, expand, contract)
@@ -37,7 +37,7 @@ def contract(dresult_RD: Tensor, weight: Tensor, left_RNK: Tensor, right_RNJ: Te
 
 
 def contract_pairs(dpairs_FR: Tensor, left_RNK: Tensor, right_RNJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of left and right, in float32 or better, from that of their products (N K J, R)."""
+    """Gradients of left and right, in float32 or better, from the gradient of their products (N K J, R)."""
     wide = torch.promote_types(dpairs_FR.dtype, torch.float32)
     dpairs_NKJR = dpairs_FR.unflatten(0, (*left_RNK.shape[1:], right_RNJ.shape[-1]))
     dleft_NKR = (dpairs_NKJR * _rows_last(right_RNJ)[:, None]).sum(dim=2, dtype=wide)
@@ -91,7 +91,7 @@ def _most_pairs(left: Tensor) -> int:
 
 
 def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
-    """Slices of rows whose pairs are held at a time; one slice of all if they fit, or for any number in a graph."""
+    """Slices of rows whose pairs are held at a time; one slice if all fit, or in a graph, which is for any number."""
     size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
     if is_exported() or num_rows <= size:
         return [slice(None)]

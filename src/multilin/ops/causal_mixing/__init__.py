@@ -42,17 +42,17 @@ def causal_mixing(
         triangle: (n (n + 1) / 2,) the weights c row by row: c[0, 0], c[1, 0], c[1, 1], c[2, 0], ...; `lower_triangle`
             makes a matrix of it.
         bias: (n,) one number per position, added to all D.
-        positions: (B, T) or (1, T) position of each input in its text, from 0; None counts on from the state.
+        positions: (B, T) or (1, T) position of each input in its text, from 0; None continues counting from the state.
         padding: (B, T) True where there is no input: nothing reads it, and its position may be -1.
-        state: what an earlier call returned; the inputs may lie in a ring.
-        needs_state: False where nobody will read on: no state is built, None is returned for it.
+        state: returned by an earlier call; the inputs may lie in a ring.
+        needs_state: False if the text ends here: no state is built, and None is returned for it.
 
     Returns:
         The sums (B, T, D) in the dtype of `x`, and the state: every input so far, in n rows from the first call on, in
         float32 (float64 if an argument is float64); from a ring, the new inputs only.
 
     Raises:
-        InputError: not a number of weights that a triangle has, or a position beyond n.
+        InputError: the number of weights is no n (n + 1) / 2, or a position beyond n.
 
     Cost: O(B T^2 D) time for a text from its start, O(B n D) for a token after it; a state of B n D numbers. n bounds
     the length of a text.
@@ -60,7 +60,7 @@ def causal_mixing(
     """
     num_positions = num_rows(triangle)
     if positions is None:
-        # They go on from the state; a padded token repeats the one before.
+        # Positions continue from the state; a padded token repeats the one before.
         is_token = torch.ones_like(x[..., 0], dtype=torch.bool) if padding is None else ~padding
         positions = is_token.cumsum(dim=1) - 1
         if state is not None:
@@ -71,7 +71,7 @@ def causal_mixing(
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     wide = x.to(dtype)
-    # Under autocast as any product with weights: of narrow numbers, summed in float32.
+    # Under autocast, like any product with weights, it multiplies narrow numbers and sums in float32.
     options: dict[str, Any] = {"padding": padding, "product_dtype": result_dtype(wide)}
     with torch.autocast(x.device.type, enabled=False):
         if isinstance(state, Ring):
@@ -93,6 +93,6 @@ def lower_triangle(triangle: Float[Tensor, " P"]) -> Float[Tensor, "n n"]:
     """Return the matrix (n, n) with n (n + 1) / 2 weights in its lower triangle, row by row, and zeros above.
 
     Raises:
-        InputError: not a number of weights that a triangle has.
+        InputError: the number of weights is no n (n + 1) / 2.
     """
     return unpack(triangle, num_rows(triangle))

@@ -1,4 +1,4 @@
-"""The causal mixing with one matrix for all texts, or with single rows of it where few are read."""
+"""Causal mixing with one matrix for all texts, or with single rows of it if few positions are read."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def causal_mixing(
         inputs_BND = x_BTD if num_time == num_positions else pad(x_BTD, (0, 0, 0, num_positions - num_time))
         return multiply(weights_TT, x_BTD.to(product_dtype)), inputs_BND
     inputs_BND = read_inputs(x_BTD, positions_BT, padding, state, num_positions)
-    # Mixing every position costs n rows instead of T, but saves the weights' gathering, (B, T, n) numbers.
+    # Mixing every position costs n rows instead of T, but saves gathering the weights, (B, T, n) numbers.
     if 4 * num_time < num_positions:
         weights_BTN = rows(triangle_P, positions_BT, num_positions)
         return weights_BTN.to(product_dtype) @ inputs_BND.to(product_dtype), inputs_BND
@@ -35,7 +35,7 @@ def from_ring(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sums of a few new inputs beside those in a ring, each in the slot of its position, and the new inputs.
 
-    Padding may follow the inputs of a row only.
+    Padding may only end a row.
     """
     if padding is not None:
         x_BTD = x_BTD.masked_fill(padding[..., None], 0.0)
@@ -59,7 +59,7 @@ def _counts_from_zero(positions_BT: Tensor) -> bool:
 def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
     """Row `position` of the (size, size) matrix for each position, (B, T, size); -1 counts as 0."""
     row_BT1 = positions_BT.clamp(min=0)[..., None]
-    # Whole rows are copied faster than single numbers, but first the matrix has to be there.
+    # Whole rows are copied faster than single numbers, but need the matrix first.
     if 4 * positions_BT.numel() > size:
         return unpack(triangle_P, size)[row_BT1[..., 0]]
     return gather_rows(triangle_P, row_BT1, size)
@@ -73,9 +73,9 @@ def gather_rows(triangle_P: Tensor, row_BT1: Tensor, size: int) -> Tensor:
 
 
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
-    """sum_{j <= t} weights[t, j] x_j, in the dtype of both; what is above the diagonal is not read.
+    """sum_{j <= t} weights[t, j] x_j, in the dtype of both; weights above the diagonal are not read.
 
-    One product for every BLOCK rows with the columns that reach to their diagonal, all texts side by side.
+    One product for every BLOCK rows and the columns up to their diagonal, all texts side by side.
     """
     x_TN, parts = x_BTD.transpose(0, 1).flatten(1), weights_TT.split(BLOCK)
     ends = [min(first + BLOCK, len(x_TN)) for first in range(0, len(x_TN), BLOCK)]

@@ -1,4 +1,4 @@
-"""A memory per head, a matrix, in which each token corrects what is stored under its key."""
+"""Delta rule: each head has a matrix as memory, in which each token corrects the value stored under its key."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +26,7 @@ DELTA_RULE = Op(
 
 
 class DeltaRuleState(NamedTuple):
-    """What is stored: M, whose rows belong to the numbers of a key; float32 or better."""
+    """The memory M, whose rows belong to the numbers of a key; float32 or better."""
 
     memory_BHDE: Tensor
 
@@ -47,31 +47,31 @@ def delta_rule(
 
         M_t = a_t (1 - b_t k_t k_t^T) M_(t-1) + b_t k_t v_t^T        y_t = M_t^T q_t        a_t = e^(log_decay_t)
 
-    M is the transpose of the S of the papers, and 0 at the start of a text. With keys of length 1 and rates b from 0 to
-    1 (to 2 it also reflects) the memory is stable: at rate 1 what was stored under the key is replaced. Without rates
-    nothing is corrected, M_t = a_t M_(t-1) + k_t v_t^T: with decays gated linear attention of one gate per head,
-    without both linear attention.
+    M is the transpose of S in the papers, and 0 at the start of a text. With keys of length 1 and rates b from 0 to
+    1 (to 2 it also reflects) the memory is stable: at rate 1 the value stored under the key is replaced. Without rates
+    nothing is corrected, M_t = a_t M_(t-1) + k_t v_t^T: this is gated linear attention with one gate per head, or
+    linear attention if there are no decays either.
 
     Args:
         queries, keys: (B, T, H, D); normalise and scale them before.
         values: (B, T, H, E); E may differ from D.
-        log_decays: (B, T, H) natural logs of a, none above 0; -inf forgets everything. None keeps everything.
+        log_decays: (B, T, H) natural logs of a, at most 0; -inf forgets everything. None keeps everything.
         rates: (B, T, H) b; None adds without correcting.
         padding: (B, T) True where there is no token: the memory stays as it is.
-        state: what an earlier call returned.
+        state: returned by an earlier call.
         starts: (B, T) True where a new text begins: nothing before it is read from there on.
-        needs_state: False where nobody will read on: None is returned for the state.
+        needs_state: False if the text ends here: None is returned for the state.
 
     Returns:
-        What is read (B, T, H, E) in the dtype of `values`, and the memory after the last token, (B, H, D, E), in
+        The values read (B, T, H, E) in the dtype of `values`, and the memory after the last token, (B, H, D, E), in
         float32 (float64 if an argument is float64).
 
     Raises:
         InputError: shapes that do not fit.
 
     Cost: 2 B T H (C (3 D + 2 E) + 3 D E) multiplications and additions for chunks of C = 64 tokens, three times that
-    with backward, in float32 or better also for bf16 inputs. Memory for a backward pass: some C + D numbers for each
-    token and head, ten times.
+    with backward, in float32 or better also for bf16 inputs. Memory for a backward pass: about 10 (C + D) numbers for
+    each token and head.
     Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks as in "Parallelizing Linear Transformers with
     the Delta Rule over Sequence Length" (arXiv 2406.06484).
     """
@@ -106,7 +106,7 @@ def delta_rule_weights(
 ) -> Float[Tensor, "B H T T"]:
     """Compute the weights w in y_t = sum_{s <= t} w_ts v_s of `delta_rule`, for a text from its start.
 
-    Arguments as those of `delta_rule`. A value written by an earlier token weighs less where later keys overwrite it.
+    Arguments as for `delta_rule`. A value written by an earlier token weighs less where later keys overwrite it.
 
     Cost: `delta_rule` with T values of width T.
     """

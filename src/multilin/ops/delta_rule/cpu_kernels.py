@@ -1,4 +1,4 @@
-"""Kernels of the delta rule's weights of pairs: every number is read and written once, while it is in the cache."""
+"""Kernels of the delta rule's weights of pairs: every number is read and written once while it is in the cache."""
 
 import numpy as np
 from numba import njit
@@ -48,7 +48,7 @@ def add_product(x, y, factor, sums):
 
 @njit(**DOTS)
 def scale(x, factor, y):
-    """x = factor x; returns the sum of x y before."""
+    """x = factor x; returns the sum of x y, with x from before."""
     total = ZERO
     for i in range(x.size):
         total += x[i] * y[i]
@@ -68,7 +68,7 @@ def add_scaled(x, y, factor, sums):
 
 @njit(**SCALARS)
 def mirror(x, t):
-    """Make a row's numbers those of the column, too."""
+    """Copy a row's numbers to the column."""
     for s in range(t):
         x[s, t] = x[t, s]
 
@@ -92,8 +92,8 @@ def weigh(task, elements, index, sources):
 def unweigh(task, elements, index, sources):
     """One part of the chunks: gradients of both products, in place, of rates and of logs.
 
-    A log has the gradients of all pairs around it. Rows from the last: when row t is done, `dlogs` hold for each s < t
-    the sum of the pairs (t.., s), and the sum of these is that of log t.
+    A log gets the gradients of all pairs around it. Rows go from last to first: after row t, `dlogs` hold for each
+    s < t the sum of the pairs (t.., s), and the sum of these is the gradient of log t.
     """
     num_parts, high, low, rates, row_decays, dscores, dsystem, scores, overlaps, drates, dlogs = arguments_of(task)
     size = dlogs.shape[1]
@@ -116,7 +116,7 @@ def unweigh(task, elements, index, sources):
 
 
 def rescale(task, elements, index, sources):
-    """One part of the tokens: their gradients, in place, and the four products that those of logs and rates need."""
+    """One part of the tokens: their gradients, in place, and four products for the gradients of logs and rates."""
     num_parts, from_start, to_end, rates, dq, dk, dknown, dread, q, k, v, dots = arguments_of(task)
     first, last = part_of(len(q), num_parts, index)
     for row in range(first, last):

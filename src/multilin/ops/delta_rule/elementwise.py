@@ -10,13 +10,13 @@ def weigh(
     """Multiply scores and overlaps, in place, by P_ts = 2^(G_t - G_s) for s <= t, else 0.
 
     Args:
-        scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. Of overlaps, only what is below the diagonal
-            counts.
-        logs: (n, C) G to the base 2, in float64, as one large log would cost the others their digits.
+        scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. Of overlaps, only numbers below the diagonal
+            count.
+        logs: (n, C) G to the base 2, in float64, as one large log would cost the others precision.
         rates: (n, C) b; None where there are no overlaps.
 
     Returns:
-        P, or None if `unweigh` makes it again; and b times the changed overlaps.
+        P, or None if `unweigh` computes it again; and b times the changed overlaps.
     """
     is_later_CC = torch.ones(*scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
     decays = (logs[:, :, None] - logs[:, None]).to(scores.dtype).masked_fill_(is_later_CC, -torch.inf).exp2_()
@@ -33,8 +33,8 @@ def unweigh(
     """The gradients of b and of the logs of decays, by pairs.
 
     Args:
-        dscores: gradient of the changed scores, which becomes that of Q K^T.
-        dsystem: gradient of b times the changed overlaps, in which only what is below the diagonal counts; it becomes
+        dscores: gradient of the changed scores, which becomes the gradient of Q K^T.
+        dsystem: gradient of b times the changed overlaps, in which only numbers below the diagonal count; it becomes
             X + X^T where X is the gradient of K K^T.
         scores, overlaps, decays: as `weigh` left and returned them.
         logs, rates: as given to `weigh`.
@@ -56,12 +56,12 @@ def rescale(
     dq: Tensor, dk: Tensor, dknown: Tensor | None, dread: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     from_start: Tensor, to_end: Tensor, rates: Tensor | None,
 ) -> list[Tensor] | Tensor:  # fmt: skip
-    """Make gradients of products with e^G, e^(G_C - G) and b, in place, those of q, k and v.
+    """Turn gradients of products with e^G, e^(G_C - G) and b, in place, into gradients of q, k and v.
 
     Args:
         dq, dk, dknown, dread: (n, C, D or E) gradients of e^G q, e^(G_C - G) k, b v and - b e^G k; the first three
-            become those of q, k (the last one's share included) and v. Without rates, there are only two.
-        q, k, v: what these are made of.
+            become gradients of q, k (with the share of the last) and v. Without rates, there are only two.
+        q, k, v: the factors of these products.
         from_start, to_end, rates: (n, C) e^G, e^(G_C - G) and b.
 
     Returns:

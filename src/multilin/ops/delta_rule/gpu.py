@@ -1,4 +1,4 @@
-"""Starting the GPU kernels of the triangular systems and of the steps that follow each other, chunk after chunk.
+"""Start the GPU kernels of the triangular systems, and of the steps that go chunk after chunk.
 
 The kernels are in `gpu_kernels`.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule, operator
 
-WIDEST = 128  # numbers of a key: a program holds the memory of all of them, which more would not fit into registers
+WIDEST = 128  # numbers of a key: a program holds the memory of all in registers
 LONGEST = 64  # tokens of a chunk
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 def refuses(queries: Tensor, *_: object) -> str | None:
-    """The reason against keys that are too wide."""
+    """The reason why keys are too wide for the kernels, or None."""
     return None if queries.shape[3] <= WIDEST else f"keys of {queries.shape[3]} numbers are wider than {WIDEST}"
 
 

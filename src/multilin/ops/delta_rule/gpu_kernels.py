@@ -1,6 +1,6 @@
 """The Triton kernels of the delta rule: the inverse of a chunk's triangular system, and the memory.
 
-`write` is for one head of one text and some of the numbers of its values. Forward, for one chunk after the other, and
+`write` handles one head of one text and a slice of its values. Forward, for one chunk after the other, and
 backward from the last to the first:
 
     added -= read M                              dadded += k_to_end dM
@@ -44,7 +44,7 @@ def write(
     num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
-    """Store `added` and M before each chunk, and M after the last; with p_through_q what is on the right above."""
+    """Store `added` and M before each chunk, and M after the last; with p_through_q, the right column above."""
     i_m, num_memories = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     o_c, o_d, o_e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     m_c, m_d, m_e = o_c < length, o_d < D, o_e < E

@@ -1,13 +1,13 @@
 """The gated delta rule in chunks of tokens, by matrix products.
 
-With u_t for what token t adds to the memory at its key, M_t = a_t M_(t-1) + k_t u_t^T, the tokens of a chunk that
-begins with the memory M solve a unit triangular system. G are the sums of the logs of the decays from the chunk's
-start, P_ts = e^(G_t - G_s) for s <= t, and b the rates:
+Let u_t be the vector that token t adds to the memory at its key, M_t = a_t M_(t-1) + k_t u_t^T. In a chunk that
+begins with the memory M, these vectors solve a unit triangular system. G are the sums of the logs of the decays from
+the chunk's start, P_ts = e^(G_t - G_s) for s <= t, and b the rates:
 
     (1 + tril_(-1)(b K K^T * P)) U = b V - b e^G K M        Y = e^G Q M + tril(Q K^T * P) U
 
-The system is solved for all chunks at once, for b V and for b e^G K; what is left to do chunk after chunk are two
-products.
+The system is solved for all chunks at once, for b V and for b e^G K; only two products remain
+to be done chunk after chunk.
 """
 
 import math
@@ -24,8 +24,8 @@ from multilin.ops.kernels import MANY_NUMBERS, is_exported, refuse_second_deriva
 
 SHORT = 4  # tokens up to which the definition itself is faster
 CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
-FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too, and sums of such logs lose none of the others' digits
-NUMBERS = {"cpu": 2**20}  # of a piece of the text, for each kind of tensor: much of it stays in the cache
+FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too; the other logs stay precise in sums with it
+NUMBERS = {"cpu": 2**20}  # numbers of each tensor for a piece of the text: much of it stays in the cache
 
 
 def delta_rule(
@@ -37,7 +37,7 @@ def delta_rule(
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
     chunks = [None if x is None else _chunks(x, chunk) for x in tokens]
-    size = 1  # chunks of a piece; for one chunk no sizes are compared, so that its graph is for any number of rows
+    size = 1  # chunks of a piece; for one chunk no sizes are compared, so that its graph fits any number of rows
     if chunk < num_time:
         numbers = NUMBERS.get(keys_BTHD.device.type, MANY_NUMBERS)
         size = max(1, numbers // max(1, num_batch * num_heads * chunk * max(chunk, width, value_width)))
@@ -141,7 +141,7 @@ def _gradients(
 def write(
     num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the memory holds is taken off `added`, chunk after chunk, and the rest is written into the memory.
+    """Subtract from `added` the values that the memory holds, chunk after chunk, and write the rest into the memory.
 
         added -= read M        M <- e^(G_C) M + (e^(G_C - G) K)^T added
 
@@ -152,13 +152,13 @@ def write(
         memory_MDE: before the first chunk.
 
     Returns:
-        `added` without what the memory held, the memory before each chunk (n, D, E), and after the last.
+        `added` after the subtraction, the memory before each chunk (n, D, E), and after the last.
     """
     memories_NMDE = memory_MDE[None]
     if num_chunks > 1:
         memories_NMDE = memory_MDE.new_empty(num_chunks, *memory_MDE.shape)
         memories_NMDE[0] = memory_MDE
-    places = [*memories_NMDE[1:].unbind(), None]  # of the memory after each chunk; the last one is a tensor of its own
+    places = [*memories_NMDE[1:].unbind(), None]  # of the memory after each chunk; the last one is a separate tensor
     chunks = _by_chunk(num_chunks, added, read, k_to_end.mT, over_chunk)
     for place_MDE, (added_MCE, read_MCD, to_end_MDC, over_chunk_M11) in zip(places, chunks, strict=True):
         if read_MCD is not None:
@@ -176,13 +176,13 @@ def write_backward(
         dadded += e^(G_C - G) K dM        dM <- e^(G_C) dM + through_q - read^T dadded
 
     Args:
-        num_chunks, read, k_to_end, over_chunk: as those of `write`.
+        num_chunks, read, k_to_end, over_chunk: as for `write`.
         dadded: (n, C, E) gradients of `added` through results; may be overwritten.
-        through_q: (n, D, E) gradients of the memory before each chunk, through what queries read.
+        through_q: (n, D, E) gradients of the memory before each chunk, through the values that queries read.
         dmemory_MDE: gradient of the memory after the last chunk.
 
     Returns:
-        All gradients of `added`, those of the memory after each chunk (n, D, E), and of the memory before the first.
+        All gradients of `added`, of the memory after each chunk (n, D, E), and of the memory before the first.
     """
     dmemories_NMDE = torch.cat([through_q, dmemory_MDE]).unflatten(0, (num_chunks + 1, -1))
     through_read = None if read is None else read.mT
@@ -196,7 +196,7 @@ def write_backward(
 
 
 def solve(lower: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
-    """All x of (1 + L) x = known, with L what is below the diagonal of `lower`; shapes (n, C, C) and (n, C, D or E).
+    """All x of (1 + L) x = known, with L the part of `lower` below its diagonal; shapes (n, C, C) and (n, C, D or E).
 
     `known` may be overwritten.
 
@@ -250,14 +250,14 @@ def _by_chunk(num_chunks: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]
 
 
 def _before(x_nC: Tensor) -> Tensor:
-    """For each token the sum over all earlier ones of the chunk."""
+    """For each token the sum over all earlier tokens of the chunk."""
     return pad(x_nC[:, :-1], (1, 0)).cumsum(dim=1)
 
 
 def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
     """G, the sums from the chunk's start, to the base 2, as PyTorch's e^x takes many times longer where it vanishes.
 
-    In float64, as one large log would cost the others their digits.
+    In float64, as one large log would cost the others precision.
     """
     if log_decays_nC is None:
         return like.new_zeros(like.shape[:2], dtype=torch.float64)
@@ -265,9 +265,9 @@ def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
-    """x of x^T (1 + U) = known^T, U being what is above, else below, the diagonal; `known` is overwritten.
+    """x of x^T (1 + U) = known^T, U being the part above or below the diagonal; `known` is overwritten.
 
-    As rows, x lies in memory so that no product after it has to copy.
+    Solved as rows, x lies in memory so that later products need no copy.
     """
     rows = known.mT
     in_place = None if torch.compiler.is_compiling() else rows
@@ -275,10 +275,10 @@ def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
 
 
 def invert(lower: Tensor) -> Tensor:
-    """(1 + L)^(-1) by products alone, which every runtime of graphs has.
+    """(1 + L)^(-1) by products alone, which every graph runtime supports.
 
-    It is that of blocks on the diagonal of 1, 2, 4, ... rows: with A^(-1) and C^(-1) of two neighbours and B, which
-    joins them, what is missing is -C^(-1) B A^(-1).
+    It is built from inverses of diagonal blocks of 1, 2, 4, ... rows: for two neighbours A and C, and B, which joins
+    them, the missing block is -C^(-1) B A^(-1).
     """
     index_C = torch.arange(lower.shape[-1], device=lower.device)
     inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)

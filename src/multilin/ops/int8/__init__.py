@@ -1,4 +1,4 @@
-"""Products of small integers: numbers are rounded to int8 and a scale, multiplied exactly, and scaled back."""
+"""Int8 products: numbers are rounded to int8 and a scale, multiplied exactly, and scaled back."""
 
 from typing import Literal
 
@@ -63,9 +63,9 @@ def int8_linear(
         y = factor * sx_t * sw * (X W^T) + b        X = round(x_t / sx_t),  W = round(w / sw),  X W^T exact in int32
 
     with one scale per row of x (a token) and one for the weight. Tokens are rounded one by one, so the result at a
-    token does not depend on which others are read with it.
+    token does not depend on the tokens read with it.
 
-    The gradient is straight-through: that of the product of the rounded numbers, as if rounding were the identity.
+    The gradient is straight-through: the gradient of the rounded numbers' product, as if rounding were the identity.
     With backward "int8" its two products are int8 too: dy is rounded stochastically (without bias), for dx with one
     scale per token, for dweight with one per output, after dy was multiplied by the row scales of x, because the sum
     runs over rows. The random numbers come from torch's default generator of the CPU.
@@ -74,8 +74,8 @@ def int8_linear(
         x: (..., n) float.
         weight: (m, n) float; or Rounded, weights that stay int8.
         bias: (m,) added to the result, or None.
-        factor: on the product.
-        levels: of the rounded weight; those below int8 simulate coarser storage, see `simulate_rounding`.
+        factor: multiplies the product.
+        levels: of the rounded weight; fewer levels than int8 simulate coarser storage, see `simulate_rounding`.
         backward: arithmetic of the gradient's products.
         parameter: where the gradient of a Rounded weight goes, a float tensor of its shape whose numbers are not read;
             without one a Rounded weight gets no gradient.
@@ -93,7 +93,7 @@ def int8_linear(
     if values.ndim != 2 or values.shape[1] != x.shape[-1]:
         raise InputError(f"weight: shape {tuple(values.shape)} given for x of width {x.shape[-1]}, but must be (m, n)")
     rounded, parameter = _rounded(weight, levels, parameter)
-    # Of a float32 x kernels also need to know what the result will be.
+    # For a float32 x, kernels also depend on the dtype of the result.
     dtype = result_dtype(x) if x.dtype == torch.float32 else x.dtype
     steps = INT8.backend_for(x.device, dtype, (x,)).compute
     return Int8Linear.apply(x, parameter, *rounded, bias, factor, backward, steps)
@@ -114,7 +114,7 @@ def int8_block_outer(
         y_d = factor * sp * sw * sum over n, k, j of W[d, n, k, j] * P[n, k, j]
         P[n, k, j] = round(left[n, k] * right[n, j] / sp)
 
-    The products of pairs are rounded per row, without being written down as floats. Gradients as `int8_linear`'s.
+    The products of pairs are rounded per row, without being written down as floats. Gradients as in `int8_linear`.
 
     Args:
         left, right, weight: as for `block_outer`; weight may be Rounded.

@@ -10,7 +10,7 @@ from multilin.ops.kernels import LazyModule
 
 _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
-_COLUMNS = 128  # of one piece of work
+_COLUMNS = 128  # numbers of one piece of work
 
 
 def _float32(*shape: int) -> Tensor:
@@ -62,7 +62,7 @@ class CpuSteps(PortableSteps):
     def contract_pairs(
         cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right from that of the pairs, product * row_scale * factor."""
+        """Gradients of left and right from the gradient of the pairs, product * row_scale * factor."""
         dleft, dright = _float32(*left.shape), _float32(*right.shape)
         inputs = (x.float().contiguous() for x in (row_scale * factor, left, right))
         _launch.launch_parts(_kernels.contract_pairs, product.numel(), product.contiguous(), *inputs, dleft, dright)

@@ -1,6 +1,6 @@
 """CPU kernels around int8 products.
 
-The largest magnitude is found on the bits without their sign, which are ordered as the numbers are, with nan above all:
+The largest magnitude is found on the bits without their sign, which are ordered as the numbers, with nan largest:
 so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
 """
 
@@ -34,7 +34,7 @@ def _to_int8(number):
 
 @njit(**EXACT)
 def _to_int8_randomly(number, noise):
-    # The half that rounding to the nearest adds is taken off again; +-127 itself must not be passed.
+    # Subtract the half that rounding to the nearest adds; the result must stay within +-127.
     moved = np.float32(number + noise - _HALF)
     moved = moved if moved < _LARGEST else _LARGEST
     return _to_int8(moved if moved > -_LARGEST else -_LARGEST)

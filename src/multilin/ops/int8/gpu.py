@@ -16,7 +16,7 @@ _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("mul
 
 def _empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Empty tensors for the integers and scales of rows of this width."""
-    num_rows = x.shape[0]  # unlike len(x) a symbol where a graph is for any
+    num_rows = x.shape[0]  # unlike len(x), a symbol in a graph for any size
     return x.new_empty((num_rows, width), dtype=torch.int8), x.new_empty((num_rows, 1), dtype=torch.float32)
 
 
@@ -75,7 +75,7 @@ def _round_columns(x: Tensor, row_scale: Tensor, seed: Tensor) -> tuple[Tensor, 
 def _scaled_product(
     left: Tensor, row_scale: Tensor, right: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    # Tensor cores read int8 along the sum only.
+    # Tensor cores read int8 only along the axis of the sum.
     left, columns = left.contiguous(), right.t().contiguous()
     num_rows, num_columns = len(left), len(columns)
     result = torch.empty((num_rows, num_columns), dtype=dtype, device=left.device)

@@ -1,7 +1,7 @@
 """Triton kernels of int8 products: rounding in one pass from memory, and products scaled before they are written.
 
-Rows are divided and rounded as the portable path does it, so that both give the same integers. Products of pairs are
-rounded as float32, also of half precision.
+Rows are divided and rounded as in the portable path, so that both give the same integers. Products of pairs are
+rounded from float32, also for half precision.
 """
 
 import triton
@@ -21,7 +21,7 @@ WAYS = [
 
 @triton.jit
 def to_int8(numbers, seed, places, RANDOM: tl.constexpr):
-    """To the nearest integer, or up or down with the probability that makes the mean right."""
+    """Round to the nearest integer, or up or down at random so that the mean is right."""
     if RANDOM:
         numbers = tl.floor(numbers + tl.rand(seed, places))
         return tl.minimum(tl.maximum(numbers, -127.0), 127.0).to(tl.int8)

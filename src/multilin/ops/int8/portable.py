@@ -27,7 +27,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     (m, n), p = left.shape, right.shape[1]
     rows, inner, columns = max(_CUDA_ROWS - m, 0), -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
     left, right = pad(left, (0, inner, 0, rows)).contiguous(), pad(right, (0, columns, 0, inner))
-    # cuBLASLt's int8 product wants the right factor by columns.
+    # cuBLASLt's int8 product needs the right factor by columns.
     return torch._int_mm(left, right.t().contiguous().t())[:m, :p]
 
 
@@ -74,7 +74,7 @@ class PortableSteps:
     def contract_pairs(
         cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right from that of the pairs, product * row_scale * factor."""
+        """Gradients of left and right from the gradient of the pairs, product * row_scale * factor."""
         dleft, dright = block_outer.contract_pairs((product * (row_scale * factor)).t(), left, right)
         return dleft.to(left.dtype), dright.to(right.dtype)
 

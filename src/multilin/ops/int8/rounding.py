@@ -27,12 +27,12 @@ def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row
 
         values = round(x / scale)        scale = max |x| / 127, over the whole tensor or over each row (last axis)
 
-    so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding what was
-    rounded changes nothing. Ties go to the even number. Nan and inf make the scale nan or inf, never a silent value.
+    so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding
+    again changes nothing. Ties go to the even number. Nan and inf make the scale nan or inf, never a silent value.
 
     Args:
         x: any shape, a float dtype.
-        per: what shares a scale, float32 or better, of shape () or (..., 1).
+        per: numbers that share a scale, float32 or better, of shape () or (..., 1).
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if per == "row":

@@ -1,7 +1,7 @@
-"""What the kernels of all ops have in common. Modules named cpu_* import numba and gpu_* triton; others import neither.
+"""Code shared by the kernels of all ops. Modules named cpu_* import numba and gpu_* triton; others import neither.
 
 With TRITON_INTERPRET=1 in the environment before triton is imported, Triton runs its kernels in Python, on tensors of
-the CPU too: that is how they are tested where there is no GPU. Dispatch never takes them for such tensors.
+the CPU too: so they are tested without a GPU. Dispatch never chooses them for such tensors.
 """
 
 import functools
@@ -17,13 +17,13 @@ from torch.nn import Parameter
 
 _HAS_NUMBA = importlib.util.find_spec("numba") is not None
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-MANY_NUMBERS = 2**26  # of a piece of the work, on devices that want much to do at a time
+MANY_NUMBERS = 2**26  # numbers of a piece of work, on devices that need large pieces
 OLDEST = (8, 0)  # compute capability: before it there are no bf16 tensor cores
 _PROCESS = os.getpid()
 
 
 class LazyModule:
-    """A module that is imported when one of its names is first read: numba and triton take long, or are missing."""
+    """A module that is imported when one of its names is first read: numba and triton load slowly, or are missing."""
 
     def __init__(self, name: str) -> None:
         self._module = name
@@ -70,7 +70,7 @@ def needs_gradients(*inputs: object) -> bool:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """For the backward pass of an op that would leave a part of the second derivative out.
+    """Fail in a backward pass whose second derivative would lack a part.
 
     Raises:
         RuntimeError: a graph is made of the gradient.
@@ -89,8 +89,8 @@ def is_traced(*inputs: object) -> bool:
 def is_exported() -> bool:
     """True if torch.export traces a call, so that its graph must consist of PyTorch's own operators.
 
-    PyTorch 2.11 answers so while it compiles, too. So a call that Dynamo traces is never taken for an export, also not
-    if the export uses it (`strict=True`).
+    PyTorch 2.11 also reports an export while it compiles. So a call that Dynamo traces never counts as an export, even
+    if an export uses Dynamo (`strict=True`).
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
@@ -101,7 +101,7 @@ def refuses_eager(*inputs: object, **options: object) -> str | None:
 
 
 def _on_its_device(compute: Callable) -> Callable:
-    """The function, called where the GPU of its first tensor is the current one: Triton starts kernels there alone."""
+    """Wrap a function so that the GPU of its first tensor is the current one: Triton starts kernels only there."""
 
     @functools.wraps(compute)
     def compute_there(*inputs: Any) -> Any:
@@ -115,7 +115,7 @@ def _on_its_device(compute: Callable) -> Callable:
 
 
 class Operator:
-    """The operator `multilin::NAME` of PyTorch around a function; skipped if there is no gradient and no tracing."""
+    """The PyTorch operator `multilin::NAME` around a function; skipped if there is no gradient and no tracing."""
 
     def __init__(
         self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...], changed: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and the liberties that the compiler may take."""
+"""Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and how freely the compiler may compute."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def pointer_to(typing_context, kind, address):
 
 
 class TaskType(types.Opaque):
-    """The address of a kernel's arguments, whose types are `kinds`: 64-bit words, of an array its address and sizes."""
+    """The address of a kernel's arguments, whose types are `kinds`: 64-bit words; an array is its address and sizes."""
 
     def __init__(self, kinds, sources):
         super().__init__(f"task{kinds} {sources}")
@@ -96,7 +96,7 @@ def part_of(num_rows, num_parts, part):
 
 
 def _types_like(number):
-    """The types of words and floats in a vector of that length, or of one, and a function for constants of words."""
+    """Types of 16-bit words, 32-bit words and floats for this number or vector, and a function that makes constants."""
     if not isinstance(number.type, ir.VectorType):
         return _SHORT, _WORD, _FLOAT, functools.partial(ir.Constant, _WORD)
     count = number.type.count
@@ -105,13 +105,13 @@ def _types_like(number):
 
 
 def from_bf16(builder, bits):
-    """The float32 of a bf16's bits, or a vector of them, in a builder's code."""
+    """Add code to a builder: float32 from the bits of bf16, for one number or a vector."""
     _, word, floats, constant = _types_like(bits)
     return builder.bitcast(builder.shl(builder.zext(bits, word), constant(16)), floats)
 
 
 def to_bf16(builder, number):
-    """The bits of the bf16 nearest to a float32, ties to even, or a vector of them, in a builder's code."""
+    """Add code to a builder: the bits of the bf16 nearest to a float32, ties to even, for one number or a vector."""
     short, word, _, constant = _types_like(number)
     bits = builder.bitcast(number, word)
     last = builder.and_(builder.lshr(bits, constant(16)), constant(1))

@@ -1,4 +1,4 @@
-"""Compiling and starting the CPU kernels: numba is imported here and nowhere earlier."""
+"""Compile and start the CPU kernels. numba is imported here, not earlier."""
 
 import ctypes
 import functools
@@ -33,7 +33,7 @@ _Kernel = Callable[..., None]
 
 
 def num_threads(num_elements: int) -> int:
-    """Threads to use for tensors of that size: those of PyTorch, but one for little work and in a forked process."""
+    """Threads to use for tensors of this size: as many as PyTorch uses; one for little work and in a forked process."""
     if num_elements <= SMALL or is_forked():
         return 1
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
@@ -42,7 +42,7 @@ def num_threads(num_elements: int) -> int:
 def launch_parts(
     kernel: _Kernel, num_elements: int, *arguments: Tensor | float | None, num_parts: int | None = None
 ) -> None:
-    """Call a kernel for each part of its work, on as many threads as tensors of that size are worth.
+    """Call a kernel for each part of its work, on the threads that `num_threads` gives for tensors of this size.
 
     Args:
         kernel: as for `launch`; `arguments_of` its task are the number of parts and the arguments.
@@ -74,7 +74,7 @@ def launch_parts(
 
 
 def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: int, threads: int) -> None:
-    """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on so many threads.
+    """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on `threads` threads.
 
     The task is a structure of 64-bit numbers; elements is a null pointer to numbers of this dtype, float32 or bf16.
     """
@@ -92,7 +92,7 @@ def _start(address: int, function: Callable[..., None], task: ctypes.Structure, 
     numba.set_num_threads(threads)
     _parallel()(address, p_task, times)
     if torch.get_num_threads() != threads_of_torch:
-        # Numba's pool is of the same OpenMP, and starting it sets the number of threads for everyone.
+        # Numba's pool uses the same OpenMP; starting it sets the number of threads of the whole process.
         torch.set_num_threads(threads_of_torch)
 
 
@@ -130,11 +130,11 @@ def _source_digest() -> str:
 
 
 def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> Callable[..., Any]:
-    """A copy of the function that numba caches in files of its own for these types of arguments.
+    """A copy of the function that numba caches in separate files for these types of arguments.
 
-    Numba numbers the files of a function in one index, without a lock: of two processes that compile for different
-    types at the same time, one may put its code under the number that the other has entered for its types. Whoever
-    loads it then runs code for other types, which damages memory. In files of their own, both write the same.
+    Numba numbers the files of a function in one index, without a lock: if two processes compile for different
+    types at the same time, one may store its code under the number that the other has entered for its types. A process
+    that loads it then runs code for other types, which damages memory. In separate files, both write the same.
     """
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""How GPU kernels are started; triton is imported here and nowhere earlier."""
+"""Start GPU kernels. triton is imported here, not earlier."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[
 
     Args:
         configs: the kernel's own constants, warps and pipeline stages of each way, the likeliest first.
-        key: names of the arguments whose values make another kind of call; dtypes of tensors do so by themselves.
+        key: names of the arguments whose values distinguish kinds of calls; dtypes of tensors always do.
     """
     if is_interpreted():
         configs = configs[:1]
@@ -29,18 +29,18 @@ def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; 2, as of a small GPU, for kernels that are interpreted on a CPU."""
+    """Streaming multiprocessors of the device; 2 for kernels that are interpreted on a CPU."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def float32_products() -> str:
-    """How kernels of which all is float32 multiply, as PyTorch does: in full, or in tf32 where that is allowed."""
+    """Precision of products in kernels for float32 tensors, as in PyTorch: float32, or tf32 where it is allowed."""
     is_allowed = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if is_allowed else FLOAT32_PRODUCTS.value
 
 
 def block_of(size: int, at_most: int) -> int:
-    """The power of two from 16 on, as tensor cores need, that holds `size`, or `at_most`."""
+    """The smallest power of two that holds `size`: at least 16, which tensor cores need, and at most `at_most`."""
     return min(max(16, 1 << (size - 1).bit_length()), at_most)

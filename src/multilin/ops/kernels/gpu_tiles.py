@@ -7,14 +7,14 @@ import triton.language as tl
 from multilin.ops.kernels import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
-MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no digits behind the point
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 sum with it has no fraction
 # Three products of tf32 tensor cores give a float32 one to about 1e-6; AMD's have no tf32.
 FLOAT32_PRODUCTS = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
 @triton.jit
 def narrow(numbers, dtype: tl.constexpr):
-    """To the nearest numbers of this type, ties to even."""
+    """Round to the nearest numbers of this type, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         # The interpreter, unlike a GPU, cuts off the bits that bf16 lacks.
         bits = numbers.to(tl.float32).to(tl.uint32, bitcast=True)
@@ -25,7 +25,7 @@ def narrow(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def store_rounded(p_out, numbers, mask):
-    """Store the nearest numbers of the type that the pointers have."""
+    """Store the nearest numbers in the type of the pointers."""
     tl.store(p_out, narrow(numbers, p_out.dtype.element_ty), mask)
 
 
@@ -37,20 +37,20 @@ def nearest(x):
 
 @triton.jit
 def divide(x, scale):
-    """x / scale as IEEE has it; where the scale is 0, or not finite, 0: such a scale shows by itself."""
+    """x / scale, rounded as in IEEE 754; 0 where the scale is 0 or not finite, which the scale itself shows."""
     is_usable = (scale > 0.0) & (scale < float("inf"))
     return tl.where(is_usable, tl.div_rn(tl.where(is_usable, x, 0.0), tl.where(is_usable, scale, 1.0)), 0.0)
 
 
 @triton.jit
 def magnitude(x):
-    """The bits of |x|, ordered as the numbers are, with nan above all: its maximum hides none."""
+    """The bits of |x|, ordered as the numbers, with nan largest: nan propagates through a maximum."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def dot(left, right, float32_products: tl.constexpr = FLOAT32_PRODUCTS):
-    """The matrix product: in int32 for int8 tiles, else in float32, with the precision that the tiles have."""
+    """The matrix product: in int32 for int8 tiles, else in float32, with the precision of the tiles."""
     if left.dtype == tl.int8:
         return tl.dot(left, right, out_dtype=tl.int32)
     if INTERPRETED:
@@ -73,7 +73,7 @@ def load_tile(p_tile, o_t, m_t, stride, o_d, m_d):
 
 @triton.jit
 def store_tile(p_tile, o_t, m_t, stride, o_d, m_d, b_tile):
-    """Store what `load_tile` would load, in the type that the pointer has."""
+    """Store what `load_tile` would load, in the type of the pointer."""
     p_out = p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :]
     store_rounded(p_out, b_tile, m_t[:, None] & m_d[None, :])
 

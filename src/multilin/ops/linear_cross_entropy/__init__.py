@@ -38,8 +38,8 @@ def linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Sum the cross entropy of softmax(hidden weight^T + bias) with the targets over rows, in nats.
 
-    With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 count
-    nothing. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
+    With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 are
+    ignored. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
     about 2^23 numbers, or 2^26 on a GPU, whatever N is. Under autocast the matrix products run in its dtype; softmax,
     loss and the sum of the weight's gradient stay in float32.
 
@@ -54,11 +54,11 @@ def linear_cross_entropy(
         A scalar in float32 (float64 for float64 inputs). Differentiable once in hidden, weight and bias.
 
     Raises:
-        InputError: targets of another number than the rows, one that is no token (on a CPU; a GPU would have to wait),
+        InputError: not one target per row, a target that is no token (on a CPU; a GPU would have to wait),
             or a share outside [0, 1).
 
     Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`. On a
-    CPU, rows that count nothing cost nothing.
+    CPU, ignored rows cost nothing.
     """
     if not 0 <= label_smoothing < 1:
         raise InputError(f"label_smoothing: {label_smoothing:g} given, but it must be at least 0 and below 1")
@@ -88,7 +88,7 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
 
 
 def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
-    """The rows that count, if that is not all of them; None on a GPU, which would have to wait for their number."""
+    """The rows that are not ignored; None if these are all, and on a GPU, which would have to wait for their number."""
     check_shapes(("targets", targets_N, hidden.shape[:1]))
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None
@@ -153,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dtotals: Tensor) -> tuple[Tensor | None, ...]:
-        """The kept gradients times that of the total."""
+        """The kept gradients times the gradient of the total."""
         refuse_second_derivative("linear_cross_entropy")
         gradients = [None if g is None else g * dtotals[0].to(g.dtype) for g in ctx.saved_tensors]
         return *gradients, None, None

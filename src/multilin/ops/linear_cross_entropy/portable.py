@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the target of rows that count nothing
+IGNORED = -100  # the target of ignored rows
 
 
 def losses_and_gradient(
@@ -14,11 +14,11 @@ def losses_and_gradient(
     Args:
         logits_NV: products of hidden states and weights; they may be overwritten.
         bias_V, targets_N, label_smoothing: as for `linear_cross_entropy`.
-        makes_gradient: False where only the losses are read; the other results then mean nothing.
+        makes_gradient: False if only the losses are used; the other results are then undefined.
 
     Returns:
-        Losses (N,) in nats; the sum's gradient of the logits (N, V) in their dtype; and that of the bias (V,), None
-        where it needs none.
+        Losses (N,) in nats; the gradient of their sum in the logits (N, V), in their dtype; and in the bias (V,), None
+        if it needs none.
     """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if bias_V is not None:

@@ -1,4 +1,4 @@
-"""The recurrence of minGRU: a state that every position moves towards its own candidate, each channel by itself."""
+"""The recurrence of minGRU: each channel of the state is a gated running average of candidates."""
 
 from functools import partial
 from typing import NamedTuple
@@ -45,12 +45,12 @@ def linear_recurrence(
         h_t = (1 - z_t) h_(t-1) + z_t g(u_t)        z_t = sigmoid(k_t)        g(u) = u + 0.5 for u >= 0, else sigmoid(u)
 
     All terms are positive, so nothing cancels, and 1 - z_t is sigmoid(-k_t): the error does not grow with the text. A
-    running softmax mean with the logits log z_t - sum_{s<=t} log(1 - z_s) is the same in exact arithmetic, but they
-    rise with every token, until float32 has no digits left for their differences.
+    running softmax mean with the logits log z_t - sum_{s<=t} log(1 - z_s) is the same in exact arithmetic, but these
+    logits rise with every token, until float32 cannot hold their differences.
 
     Args:
         inputs: (B, T, 2, D) k and u, side by side as one matrix product gives them; k may be -inf, which is z = 0.
-        state: returned by an earlier call, which is read on from.
+        state: returned by an earlier call, to continue from.
         starts: (B, T) True where a new text begins: h is 0 before it.
         padding: (B, T) True where there is no token: h stays as it is.
         needs_state: False if the sequence ends here: no state is built, and None is returned for it.
@@ -59,7 +59,7 @@ def linear_recurrence(
         The hidden states (B, T, D) in the dtype of `inputs`, and the state after the last token.
 
     Raises:
-        InputError: inputs that are no pairs.
+        InputError: inputs that are not pairs.
 
     Cost: O(B T D) time; one pass over inputs and hidden states forward, one over these and their gradients backward.
     Source: "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU with the continuous g of its appendix.

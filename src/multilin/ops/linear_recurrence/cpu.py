@@ -1,6 +1,6 @@
-"""Starting the CPU kernels of minGRU's recurrence, one pass over memory each way; the kernels are in `cpu_kernels`.
+"""Start the CPU kernels of minGRU's recurrence, one pass over memory each way; the kernels are in `cpu_kernels`.
 
-Work is divided by texts, and by channels where these do not divide evenly among the threads.
+Work is divided by texts, and by channels if texts do not divide evenly among the threads.
 """
 
 from collections.abc import Callable

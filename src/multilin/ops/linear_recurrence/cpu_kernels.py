@@ -4,7 +4,7 @@ Forward: h_t = q_t h_(t-1) + z_t c_t with c = g(u), z = sigmoid(k), q = 1 - z = 
 
     s_t = dh_t + q_(t+1) s_(t+1)        dk_t = s_t (c_t - h_(t-1)) z_t q_t        du_t = s_t z_t g'(u_t)
 
-where g' is 1 for u >= 0, else c (1 - c). z, q and c are made again from the inputs, which costs less than to read them.
+where g' is 1 for u >= 0, else c (1 - c). z, q and c are computed again from the inputs: reading them would cost more.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from numba import njit
 from multilin.ops.kernels.cpu_intrinsics import ONE, SCALARS, ZERO, arguments_of, exp_negative, narrow, part_of, widen
 
 HALF = np.float32(0.5)
-LANES = 16  # channels of a piece come in multiples of them
+LANES = 16  # pieces have a multiple of this many channels
 
 
 @njit(forceinline=True, **SCALARS)
@@ -27,7 +27,7 @@ def shares(k):
 
 @njit(forceinline=True, **SCALARS)
 def keep(x, z, q):
-    """q x, but x - z x where little is lost: q near 1 is rounded by more than a small z, and so every time."""
+    """q x, computed as x - z x for small z: q near 1 has a larger rounding error, the same at every token."""
     return x - z * x if z < q else q * x
 
 

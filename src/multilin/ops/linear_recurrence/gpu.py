@@ -1,7 +1,7 @@
-"""Starting the GPU kernels of minGRU's recurrence; the kernels are in `gpu_kernels`.
+"""Start the GPU kernels of minGRU's recurrence; the kernels are in `gpu_kernels`.
 
-Where texts and channels alone do not fill the card, time is cut in parts. A kernel first finds the step that each part
-amounts to; inputs are then read twice each way.
+If texts and channels alone do not fill the card, time is cut into parts. A kernel first combines each part into one
+step; inputs are then read twice each way.
 """
 
 import torch
@@ -30,7 +30,7 @@ def backward(
 
 
 def _start(kernel: str, inputs: Tensor, starts: Tensor | None, dhidden: Tensor | None, *others: Tensor) -> None:
-    """Start a kernel, after the one that sums up the parts of time if there are several."""
+    """Start a kernel, after the kernel that sums up the parts of time if there are several."""
     num_texts, num_time, _, width = inputs.shape
     chunk = _launch.block_of(num_time, CHUNK)
     programs = num_texts * -(-width // BLOCK)

@@ -6,8 +6,8 @@ With c = g(u), z = sigmoid(k), q = 1 - z = sigmoid(-k), and f = q, but 0 where a
 
 and du_t = s_t z_t g'(u_t), where h_(t-1) counts as 0 where a text begins. Each is a step x -> f x + term, and two such
 steps are one of the same form. So the steps of a chunk are combined by a parallel prefix scan, chunks follow each
-other, and a part of the time is one step, which `summarize` finds. z, q and c are made again from the inputs, which
-costs less than to read them.
+other, and a part of the time is one step, which `summarize` computes. z, q and c are computed again from the inputs,
+which costs less than reading them.
 """
 
 import triton
@@ -88,7 +88,7 @@ def summarize(
     p_inputs, p_starts, p_dhidden, p_products, p_ends, T, D, length,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The step that a part of the time is: its factor and its term."""
+    """A part of the time as one step: its factor and its term."""
     o_d, i_part, i_b = place(D, BLOCK)
     p_inputs += i_b * T * 2 * D
     p_dhidden = None if p_dhidden is None else p_dhidden + i_b * T * D

@@ -1,7 +1,7 @@
 """The operator of PyTorch around the compiled kernels of both devices: gradients, and shapes for tracing.
 
 The modules `cpu` and `gpu` start the kernels, with the same functions `forward` and `backward`. The operator is told
-which one to take, as Triton's interpreted kernels take tensors of the CPU.
+which one to use, as Triton's interpreted kernels take tensors of the CPU.
 """
 
 from typing import Any

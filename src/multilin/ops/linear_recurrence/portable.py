@@ -1,9 +1,9 @@
 """The recurrence of minGRU from PyTorch operations alone, in chunks: on any device, for autograd, compile, export.
 
-Within a chunk, h = h from 0 + (product of all 1 - z so far) * (h before the chunk); chunks are walked through side by
-side. What all chunks do to their h before is the same recurrence, a chunk length shorter. Its factors are exponentials
-of sums of log(1 - z), because rounding 1 - z loses digits of a small z, and the same ones at every token whose gate is
-the same. Factors lie in [0, 1], and nothing is divided or subtracted.
+Within a chunk, h = h from 0 + (product of all 1 - z so far) * (h before the chunk); chunks are computed side by
+side. The h before each chunk follow the same recurrence, CHUNK times shorter. Its factors are exponentials
+of sums of log(1 - z), because rounding 1 - z loses digits of a small z, with the same error at every token whose gate
+is the same. Factors lie in [0, 1], and nothing is divided or subtracted.
 """
 
 import torch
@@ -42,7 +42,7 @@ def _scan(logs_BTD: Tensor, terms_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _walk(factors: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_scan`, but of factors, position after position along the last axis but one."""
+    """As `_scan`, but from factors instead of logs, position after position along the last axis but one."""
     steps = zip(factors.unbind(-2), terms.unbind(-2), strict=True)
     products, hidden = ([x] for x in next(steps))
     for factor, term in steps:

@@ -28,7 +28,7 @@ def linear_recurrence_weights(
     starts: Bool[Tensor, "B T"] | None = None,
     padding: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T T"], Float[Tensor, "B T"]]:
-    """The weight of g(u_s) in h_t, and that of the 0 before the text, as means over the channels; their sum is 1.
+    """The weights in h_t of g(u_s) and of the 0 before the text, as means over the channels; their sum is 1.
 
     Cost: O(B D T^2) time, O(B T (T + D)) memory.
     """

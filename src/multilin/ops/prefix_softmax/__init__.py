@@ -43,7 +43,7 @@ def prefix_softmax(
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
 
     Logits are shifted by a running maximum, so any finite logit is safe, and -inf is a token without weight (padding).
-    A position that reads only such tokens gets 0. Where a window's weight is nearly all on one token, the gradient of
+    A position that reads only such tokens gets 0. If nearly all of a window's weight is on one token, the gradient of
     its logit has an error of 1e-7 of dy v.
 
     Args:
@@ -51,7 +51,7 @@ def prefix_softmax(
         values: (B, T, H, D) to be averaged.
         window: number of tokens read, the current one included; None reads the whole past.
         own_logits: (B, T, H) logits with which each position reads its own value once more; later positions do not see
-            them. None reads it once only. Not beside a window or a null token.
+            them. None reads it once only. Not with a window or a null token.
         null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
         state: returned by an earlier call; its tokens are read first. A window may lie in a ring.
         starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
@@ -63,7 +63,7 @@ def prefix_softmax(
         the new tokens only.
 
     Raises:
-        InputError: a window below 1, own_logits beside a window or null_logit, or shapes that do not fit.
+        InputError: a window below 1, own_logits with a window or null_logit, or shapes that do not fit.
 
     Cost: O(B T H D) time and memory, whatever the window.
     Source: "Additive Attention Is All You Need?" (mtanghu), equations 5 and 9, in the shape of a running summary.
@@ -86,7 +86,7 @@ def prefix_softmax(
                 logits, values, window=window, own_logits=own_logits, null_logit=null_logit,
                 state=state, starts=starts, needs_state=needs_state,
             )  # fmt: skip
-    # A conversion to the same type is no work, but a call of PyTorch, and one token is a matter of microseconds.
+    # A conversion to the same dtype does no work but is a call of PyTorch, and one token takes only microseconds.
     dtype = torch.float64 if torch.float64 in (logits.dtype, values.dtype) else torch.float32
     if logits.dtype is not dtype:
         logits = logits.to(dtype)
@@ -116,7 +116,7 @@ def _read_ring(
     assert window is not None
     new = reference.PrefixSoftmaxWindow(logits, values.to(logits.dtype))
     if logits.shape[1] == 1 and not is_exported():
-        # One token reads all that is kept, in whatever order.
+        # One token reads all kept tokens, in any order.
         options = {"window": ring.num_slots + 1, "null_logit": null_logit, "state": ring.tokens, "needs_state": False}
         return prefix_softmax(logits, values, **options)[0], new
     means = portable.from_ring(logits, values, ring, window=window, null_logit=null_logit)

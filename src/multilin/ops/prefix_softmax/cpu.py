@@ -1,4 +1,4 @@
-"""Starting the CPU kernels of the prefix softmax: results are allocated, a task is described, work is shared out.
+"""Start the CPU kernels of the prefix softmax: allocate results, describe the task, and divide the work.
 
 Work is divided by texts and, where there are fewer texts than threads, by time. Dividing it by heads was measured at
 1.2 to 2.4 times the work, because every thread then reads memory in short pieces. Kernels take addresses because rows
@@ -28,15 +28,15 @@ TENSORS = (
 _STRIDES = {name: (f"{name}_batch", f"{name}_row") for name in TENSORS}
 _SIZES = (
     "num_time", "num_heads", "width",  # T, H, D
-    "num_parts",  # of the time of a text, which run at the same time; pieces are the square of it
-    "part",  # the one of a kernel's call, or its piece
+    "num_parts",  # of the time of a text, which run at the same time; the number of pieces is its square
+    "part",  # the part of a kernel's call, or its piece
     "window",  # tokens read, for the windowed kernels
-    "is_gated",  # 1 where y is not simply the running mean: an own term, a null token, rounding to bf16
+    "is_gated",  # 1 where y is not the running mean itself: an own term, a null token, rounding to bf16
 )  # fmt: skip
 
 
 class Task(ctypes.Structure):
-    """Arguments of a kernel. Of every tensor the address, 0 if absent, and the bytes between texts and positions."""
+    """Arguments of a kernel. A tensor is its address, 0 if absent, and the bytes between texts and positions."""
 
     _fields_ = [
         *((field, ctypes.c_int64) for name in TENSORS for field in (name, *_STRIDES[name])),
@@ -114,7 +114,7 @@ def is_gated(values: Tensor, own: Tensor | None, null: float) -> bool:
 def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tensors: Tensor | None) -> None:
     """Start a kernel for every text and part of its time, each with a copy of the task.
 
-    Python work counts here: the kernel takes about a microsecond for one token.
+    Python overhead matters here: the kernel takes about a microsecond for one token.
     """
     values: Any = tensors["values"]
     B, T, H, D = values.shape
@@ -151,7 +151,7 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
 
 
 def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) -> int:
-    """Parts that time is cut in: enough for all threads, where there are fewer texts than threads."""
+    """Parts into which time is cut: enough for all threads, if there are fewer texts than threads."""
     parts = -(-threads // max(num_batch, 1))
     if window is not None:
         return min(parts, -(-num_time // window))

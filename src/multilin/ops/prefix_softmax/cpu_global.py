@@ -13,13 +13,13 @@ Without own term and null token y is the mean. Backward, descending in time:
 
 C_t sums the terms of S_t, each times the distance of the mean m_t from the y of its position. So tokens are compared
 with means component by component, and where one token has nearly all the weight the differences are 0, not the rounding
-error of two large sums. Where y is the mean in float32 it is read. Else only one mean in ROWS is stored, and the others
-are computed again from there. The gradient of the state is S and C before the first position.
+error of two large sums. Where y is the mean in float32, y is read. Else only one mean in ROWS is stored, and the others
+are computed again from it. The gradient of the state is S and C before the first position.
 
 Rounding does not add up over a long text, see `cpu_sums`: the running sums are m and S, and C is in float64.
 
-Fewer texts than threads: time is cut in parts, one for each thread, and those in pieces, whose summaries (first launch)
-tell every part how its past, or backward its future, ends (second launch).
+With fewer texts than threads, time is cut into parts, one for each thread, and parts into pieces. The first launch sums
+up the pieces; the second combines them into the past of each part, or backward its future.
 """
 
 import numpy as np
@@ -77,7 +77,7 @@ def gate(task, first, tops, totals, others, g, o):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
-    """One more token in the sum `new` and in the weights of the past, see `move_on`; and y, but for a summary."""
+    """Add one token to the sum `new` and to the weights of the past, see `move_on`; and y, except for a summary."""
     H, D = new.shape
     for h in range(H):
         weight, decay, gate, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
@@ -95,7 +95,7 @@ def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summ
 
 @njit(forceinline=True, **SCALARS)
 def forward_rows(task, values, first, last, top, total, mean, is_summary):
-    """Means of positions first <= t < last, from the state top, total, mean, in float64, which is moved on."""
+    """Means of positions first <= t < last, from the state top, total, mean, in float64, which is updated."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.own != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     keeps = task.weights != 0 and not is_summary
@@ -145,7 +145,7 @@ def forward_summaries(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
-    """A state of head h, if it passes, and a token that stands for all after it."""
+    """Merge a state of head h, if it passes, with a token that stands for all tokens after it."""
     highest = max(top[h] if passes else LOWEST, new_top)
     past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
     new = new_total * exp_negative(new_top - highest)
@@ -205,7 +205,7 @@ def compute_means(task, values, first, means, w, a):
 def back_row(
     later, lost, left, new, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i
 ):
-    """One position backward: C and the rows' share of S are moved on. A summary is S and C alone.
+    """One position backward: C and the rows' share of S are updated. A summary is S and C alone.
 
     The mean before the position begins at number `old` of `means`; if gated, the mean after it follows. Heads descend
     like time: the other order costs twice the time.
@@ -235,7 +235,7 @@ def back_row(
 
 @njit(forceinline=True, **SCALARS)
 def backward_rows(task, values, first, last, S, C, is_summary):
-    """Gradients of positions first <= t < last, from S and C of the later ones, in float64, which are moved on."""
+    """Gradients of positions first <= t < last, from S and C of the later ones, in float64, which are updated."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.down != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     p_dmeans, dmeans_row, p_dvalues, dvalues_row = task.dmeans, task.dmeans_row, task.dvalues, task.dvalues_row
@@ -297,7 +297,7 @@ def backward(tasks, values, index, sources):
         assign(S, floats(task.dfinal_values, num_heads, width))
         assign(C, floats(task.dfinal_logits, 1, num_heads))
     for piece in range(num_parts * num_parts - 1, (part + 1) * num_parts - 1, -1):
-        # C is relative to the mean after the piece, and moved to the mean before it.
+        # C is relative to the mean after the piece, and is changed to be relative to the mean before it.
         numbers, piece_S = summary(task, piece)
         first, last = piece_bounds(task, piece)
         before, after = checkpoint(task, first // ROWS), checkpoint(task, (last + ROWS - 1) // ROWS)

@@ -1,8 +1,8 @@
 """Steps that the CPU kernels of the prefix softmax share: rows in memory, alias names, weights of running means.
 
 A kernel has two stages for some positions. The first turns logits into weights in [0, 1], (rows, H) scalars with the
-heads in the SIMD lanes; text starts, padding, windows and the null token exist there only. The second moves vectors,
-and is nothing but multiplications and additions with those weights.
+heads in the SIMD lanes; text starts, padding, windows and the null token exist there only. The second works on vectors,
+only by multiplications and additions with these weights.
 
 Names: `i` row of the positions at hand, `h` head, `d` component, `k` component of all heads together.
 """
@@ -32,7 +32,7 @@ from multilin.ops.prefix_softmax.cpu import TENSORS, Task
 TASK_SIZE, NUM_TENSORS = ctypes.sizeof(Task), len(TENSORS)
 
 # Names of arrays for `get` and `put`. The compiler vectorises a loop only if its stores cannot change its loads, and
-# checking that in every row took longer than the work. One array must have one name in all of a kernel:
+# checking that in every row took longer than the work. An array must have one name throughout a kernel:
 # tests/ops/test_prefix_softmax_names.py runs the kernels in Python and compares all addresses.
 NAMES = (
     "values", "means", "dmeans", "dvalues", "past", "running", "later", "rounding", "logits", "top", "total", "tops",
@@ -91,9 +91,9 @@ def put(typing_context, array, index, number, name):
 
 @njit
 def task_of(tasks, index, is_summary):
-    """The task of piece of work `index`, with its part of the time and the tensors of its text.
+    """The task of the piece of work `index`, with its part of the time and the tensors of its text.
 
-    It is a copy in a place of its own, but for index 0, which is the first part of the first text as it stands.
+    It is a copy with its own memory; for index 0 it is the given task, the first part of the first text.
     """
     copies = carray(tasks, (index + 1,))
     if index > 0:
@@ -123,13 +123,13 @@ def weights(task, kind, first, num_rows):
 
 @njit
 def starts_at(task, t):
-    """True where a text starts; never, where there are no starts (address 0)."""
+    """True where a text starts; always False without starts (address 0)."""
     return task.starts != 0 and floats(task.starts + 4 * t, 1, 1)[0, 0] != ZERO
 
 
 @njit(**SCALARS)
 def larger(x, y):
-    """The larger of two numbers, as one instruction: `max` also has to think of nan."""
+    """The larger of two numbers, as one instruction: `max` also has to handle nan."""
     return x if x > y else y
 
 
@@ -157,7 +157,7 @@ def raise_top(logits, forgets, top, new, old, tops, i):
 def share_out(total, new, old, totals, w, a, i):
     """Row i: e^(l - top) and e^(old top - top) become weights w, a in the new total, which is kept in float64.
 
-    The weight of the past is computed as such, never as 1 - w, which would lose it after a large logit.
+    The weight of the past is computed directly, not as 1 - w, which would lose it after a large logit.
     """
     for h in range(total.size):
         j = i * total.size + h
@@ -174,7 +174,7 @@ def share_out(total, new, old, totals, w, a, i):
 def prefix_weights(task, block, first, top, total, scratch, tops, totals, w, a):
     """w_t = e^(l_t - L_t), a_t = e^(L_(t-1) - L_t) of rows `first`..., L_t the log of the total weight up to t.
 
-    The past is forgotten at text starts and, if `block` is not 0, at every block's; `first` is the start of one.
+    The past is forgotten at text starts and, if `block` is not 0, at block starts; `first` is the start of a block.
     `top` and `total` hold L between calls, `tops` and `totals` (rows, H) receive it.
     """
     num_rows, num_heads = tops.shape
@@ -191,7 +191,7 @@ def prefix_weights(task, block, first, top, total, scratch, tops, totals, w, a):
 
 @njit(**SCALARS)
 def merge_weights(tops, totals, other_tops, other_totals, null, g, s):
-    """Weights of two sources in all positions, prefix g and suffix s, beside a null token of logit `null`."""
+    """Weights of two sources at all positions, prefix g and suffix s, next to a null token of logit `null`."""
     has_null = null > NOTHING
     for j in range(g.size):
         x, y = get(tops, j, "tops"), get(other_tops, j, "other tops")

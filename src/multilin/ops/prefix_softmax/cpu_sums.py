@@ -1,6 +1,6 @@
-"""Running sums over a long text in the CPU kernels: pieces of time, and sums whose rounding does not add up.
+"""Running sums over a long text in the CPU kernels: pieces of time, and sums whose rounding errors do not add up.
 
-A sum s_t = a_t s_(t-1) + w_t v_t in float32 loses something in every position. So within ROWS positions it is
+A sum s_t = a_t s_(t-1) + w_t v_t in float32 is rounded at every position. So within ROWS positions it is
 s_t = f_t s + n_t, where s is the sum before them, f_t the product of their a up to t, and n_t the sum over their own
 tokens; s itself moves on in float64, once in ROWS positions.
 """
@@ -64,7 +64,7 @@ def exact_decay(lost, left):
 
 @njit(**SCALARS)
 def move_on(exact, lost, left, new, rounded):
-    """The sums (H, D) after some rows, exact = left exact + new, also in float32; the others begin again.
+    """Update the sums (H, D) after some rows, exact = left exact + new, also in float32; reset the other sums.
 
     Args:
         exact, rounded: the sums before, in float64 and float32.

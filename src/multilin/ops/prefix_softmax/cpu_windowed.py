@@ -2,7 +2,7 @@
 
 Time is cut in blocks of k (van Herk, Gil-Werman): the window of a position at offset r of block c is the prefix of c up
 to r, and the suffix of block c - 1 from r + 1 on. Prefix means m restart in every block, with weights w, a (see
-`prefix_weights`). Suffix means go backward through a block with weights u, b alike, V_r = b_r V_(r+1) + u_r v_r, and
+`prefix_weights`). Suffix means go backward through a block with weights u, b, V_r = b_r V_(r+1) + u_r v_r, and
 
     y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
@@ -14,7 +14,7 @@ Backward, block by block from the last one, with d_t = dy_t . y_t:
     B_r = b_(r-1) B_(r-1) + h_s dy_s, s: offset r - 1 of block c + 1    ascending
     dv_t = w_t A_t + u_t B_r        dl_t = v_t . dv_t - (w_t RA_t + u_t RB_r)
 
-RA, RB: the same with g d and h d. It is the forward network read from its end, so every factor is in [0, 1].
+RA, RB: the same with g d and h d. This is the forward computation in reverse, so every factor is in [0, 1].
 """
 
 import numpy as np
@@ -100,7 +100,7 @@ def compute_suffixes(task, values, first, before, u, b, suffix):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
-    """The prefix mean moves on by a token; y is merged from it and from suffix r + 1."""
+    """Add a token to the prefix mean; y is merged from this mean and suffix r + 1."""
     H, D = mean.shape
     later = (r + 1) * H * D
     for h in range(H):
@@ -209,7 +209,7 @@ def gather_later(task, values, first, later, later_dots, dots):
 
 @njit(forceinline=True, **DOTS)
 def back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_rounding, dots, dlogits, t, r):
-    """Position t backward, row r of its block. S (A above) and R come from later positions, and go on times a."""
+    """Position t, row r of its block. S (A above) and R come from later positions; they are passed on times a."""
     H, D = S.shape
     B_r = r * H * D
     for h in range(H - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""Starting the GPU kernels of the running softmax mean: division of the work, results and scratch.
+"""Start the GPU kernels of the running softmax mean: divide the work, allocate results and scratch.
 
-The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Over the whole past each value is read
-once forward, and once more where time is cut as texts and heads are few; with a window two to four times.
+The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Over the whole past, each value is read
+once forward, or twice if time is cut because texts and heads are few; with a window, two to four times.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule, dense_rows
 
-CHUNK = 64  # positions whose weights are compared pair by pair, and between means kept for the backward pass
+CHUNK = 64  # positions that are compared pair by pair, and from one mean kept for the backward pass to the next
 MAX_PARTS = 64  # of one text's time
 WIDEST = 2**13  # numbers per head: one program of a step holds them all
 _Tensors = tuple[Tensor | None, ...]
@@ -21,7 +21,7 @@ _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 def refuses(values: Tensor, *_: object) -> str | None:
-    """The reason against one call."""
+    """The reason why the kernels do not take a call, or None."""
     if values.shape[-1] > WIDEST:
         return f"heads are {values.shape[-1]} wide, and it takes at most {WIDEST}"
     if 0 in values.shape:
@@ -34,7 +34,7 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
 
     Returns:
         rows: (2, B, H, T) the largest logit that each position reads, +inf where it reads nothing; and 1 / sum of
-            exp(logit - that), 0 where it reads nothing.
+            exp(logit - largest), 0 where it reads nothing.
         past: (2, B, H, T / CHUNK + 1) maximum, and total of exp(logit - maximum), of all before every chunk and at the
             end; empty with a window.
         past_means: (B, H, T / CHUNK + 1, D) the means likewise.
@@ -48,10 +48,10 @@ class Plan(NamedTuple):
     """Division of one call's work."""
 
     batch: int  # number of texts
-    width: int  # of the slice of D that one program takes
-    splits: int  # their number
-    parts: int  # of the time
-    length: int  # of a part; with a window a chunk
+    width: int  # numbers of the slice of D that one program takes
+    splits: int  # number of slices
+    parts: int  # number of parts of the time
+    length: int  # positions of a part; with a window a chunk
     whole: int  # parts before a part's own that all of its positions read as a whole; at most all
     apart: int  # with a window: positions from a chunk to the oldest one that its positions may read
 
@@ -93,7 +93,7 @@ def forward(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> _Tensors:  # fmt: skip
-    """Run the forward kernels; results as `cpu.forward` has them. A state with a window is for a single position."""
+    """Run the forward kernels; results as in `cpu.forward`. A state with a window is for a single position."""
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1
@@ -190,7 +190,7 @@ def _scalars_and_vectors(values: Tensor, *shape: int) -> _Tensors:
 
 
 def _rows(tensor: Tensor | None) -> tuple[Any, ...]:
-    """A (B, T, H, ...) tensor as kernels take it: with the strides of B, T and H."""
+    """A (B, T, H, ...) tensor as kernels take it, and its strides over B, T and H."""
     if tensor is None:
         return None, (0, 0, 0)
     if tensor.dim() == 4:

@@ -1,8 +1,8 @@
 """Backward kernels of the running softmax mean, the forward kernels' mirror image: chunks from last to first.
 
-Over the whole past the means of a chunk are computed again from those kept before it. Where time is cut in parts, the
-rows of each part are summed up by one row first. That takes dy alone: the later parts' term in the gradients of logits,
-one number per head, is subtracted at the end.
+Over the whole past, the means of a chunk are computed again from the mean kept before it. If time is cut into parts,
+the rows of each part are first summed up by one row. This needs only dy: the later parts' term in the
+gradients of logits, one number per head, is subtracted at the end.
 
 With a window the products dy_t . y_t come from the forward kernel. A token is read by the rest of its own chunk; by the
 chunks after it whose windows take in all of its chunk, one row each; and by some rows of the one or two chunks after
@@ -58,7 +58,7 @@ def summarize_rows(
 def after_part(
     p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d, BLOCK_D: tl.constexpr
 ):
-    """The row that stands for the parts after a part that read it as a whole, and for the final state."""
+    """The row that stands for the later parts that read a part as a whole, and for the final state."""
     text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if dfinal[0] is not None:
@@ -94,7 +94,7 @@ def after_part(
 def read_later(
     b_logits, b_text, o_t, ahead, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans, dmeans_t, o_d, m_d
 ):
-    """What rows of the chunk `ahead` add to the gradients of values, and what they subtract from those of logits."""
+    """The sums that rows of the chunk `ahead` add to the gradients of values and subtract from those of logits."""
     o_later = o_t + ahead
     m_later = o_later < T
     is_read = o_later[:, None] - o_t[None, :] < window
@@ -113,7 +113,7 @@ def backward(
     rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, NUM_OLD: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one part; over the whole past those of logits still lack what `subtract_lost` subtracts."""
+    """Gradients of one part; over the whole past, `subtract_lost` must complete the gradients of logits."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]

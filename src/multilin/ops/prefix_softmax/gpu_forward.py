@@ -1,8 +1,8 @@
 """Forward kernels of the running softmax mean: over the whole past, over a window, and for a single position.
 
-A program takes a part of the time of one head. Over the whole past time is cut in parts where texts and heads alone do
-not fill the card: parts but the last are first summed up by one token each, at the price of a second reading of the
-values, and a program begins with the tokens of the parts before its own as one.
+A program takes a part of the time of one head. Over the whole past, time is cut into parts if texts and heads alone do
+not fill the card. All parts but the last are first summed up by one token each, which reads the values a second time,
+and a program begins with one token that merges the tokens of the parts before its own.
 
 With a window a part is one chunk. A row reads its own chunk up to itself; the chunks between, which all rows of the
 chunk read as a whole, by one token each; and one or two old chunks in which its window begins: triangles of weights.
@@ -52,7 +52,7 @@ def summarize(
 def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BLOCK_D: tl.constexpr):
     """The token that stands for the parts before a part that it reads as a whole, and for the state.
 
-    It stands for what is of the text that the part before ends with.
+    It counts only tokens of the text that the part before ends with.
     """
     text = text_at(p_text, i_part * cut.length - 1)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
@@ -76,7 +76,7 @@ def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BL
 
 @triton.jit
 def score_old(p_logits, logits_t, p_text, o_t, b_text, back, window):
-    """For each row the logits of the chunk so many positions before, -inf outside its window and its text."""
+    """For each row the logits of the chunk `back` positions before, -inf outside of the row's window and text."""
     o_old = o_t - back
     m_old = o_old >= 0
     is_read = o_t[:, None] - o_old[None, :] < window
@@ -101,8 +101,8 @@ def forward(
 ):  # fmt: skip
     """Means of one part, the state after the last one, and the tensors of `empty_kept`, each unless it is None.
 
-    Given dy instead of means: the products dy_t . y_t. NUM_OLD is the number of old chunks, 0 over the whole past.
-    Without CARRIES the triangles are all that a row reads.
+    If dy is given instead of means, the result is the products dy_t . y_t. NUM_OLD is the number of old chunks, 0 over
+    the whole past. Without CARRIES, a row reads only the triangles.
     """
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]

@@ -7,8 +7,8 @@ summed as they were rounded for the product, so that a mean is one exactly.
 
 Backward, dv_j = sum over the rows t that read j of p_tj dy_t and dl_j = v_j . dv_j - sum of p_tj delta_t, where
 p_tj = exp(l_j - M_t) / D_t with the row's total D_t and delta_t = dy_t . y_t. All rows after a chunk are one row:
-`low` is the least of their M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, `lost` that of delta_t, and p_tj is
-exp(l_j - low) times theirs. No logit that a row reads is above its M_t, so these factors are in [0, 1] too.
+`low` is the least of their M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. The
+sums with p_tj are exp(l_j - low) times these. A row reads no logit above its M_t, so these factors are in [0, 1], too.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_tiles import finite, inverse, load_row
 
-TOKENS = tl.constexpr(32)  # that are merged at a time, of those that stand for parts
+TOKENS = tl.constexpr(32)  # tokens or rows that stand for parts, merged at a time
 UNSPECIALIZED = ("cut", "num_slots", "window")  # Triton would compile a kernel for each divisibility of these numbers
 
 
@@ -32,7 +32,7 @@ def place(T, H, D, cut, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
-    """Store number i of (tops, totals, means): a token that stands for others; or of rows alike."""
+    """Store number i of (tops, totals, means): a token that stands for others; or likewise of rows."""
     tl.store(tokens[0] + i, top)
     tl.store(tokens[1] + i, total)
     tl.store(tokens[2] + i * D + o_d, b_mean, m_d)
@@ -75,7 +75,7 @@ def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
 
 @triton.jit
 def text_at(p_text, position):
-    """Number of the text of one position; 0 before the first, and everywhere if there is one text only."""
+    """Number of the text at a position; 0 before the first, and everywhere if there is only one text."""
     text = 0
     if p_text is not None:
         text = tl.load(p_text + position, mask=position >= 0, other=0)

@@ -1,7 +1,7 @@
 """The operator of PyTorch around the compiled kernels of both devices: gradients, shapes for tracing, windows.
 
 The modules `cpu` and `gpu` start the kernels, with the same functions `forward`, `backward` and `empty_kept`. The
-operator is told which one to take, as Triton's interpreted kernels take tensors of the CPU.
+operator is told which one to use, as Triton's interpreted kernels take tensors of the CPU.
 """
 
 from functools import partial
@@ -22,9 +22,9 @@ def prefix_softmax(
     own_logits: Tensor | None = None, null_logit: float | None = None, state: PrefixSoftmaxState | None = None,
     starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
-    """See `multilin.ops.prefix_softmax`. Logits in float32; values in that or half precision, the means like them.
+    """See `multilin.ops.prefix_softmax`. Logits in float32; values and means in float32 or half precision.
 
-    With a window the tokens of the state are read again before the new ones, but for a single position on a GPU.
+    With a window the tokens of the state are read again before the new ones, except for a single position on a GPU.
     """
     null, num_new = -torch.inf if null_logit is None else null_logit, logits_BTH.shape[1]
     is_step = kernels == "gpu" and num_new == 1 and state is not None and state.logits_BSH.shape[1] + 1 == window
@@ -51,7 +51,7 @@ def _means(
     kernels: str, logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None,
     state_logits: Tensor | None, state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """Means and state after them; without the operator, which takes longer than a token, where nothing traces."""
+    """Means and state after them; without tracing, the operator is skipped: it takes longer than a token."""
     keeps = needs_gradients(logits, values, own, state_logits, state_values)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
     if is_traced(logits, values):

@@ -1,8 +1,8 @@
 """The running softmax mean in linear time from PyTorch operations alone: on any device, for autograd, compile, export.
 
 A chunk of tokens is summed up by one token (log of the total weight, mean), so the past of a chunk is a prefix softmax
-over the chunks' summaries: the same problem, a chunk length smaller. A window of k tokens is the union of a prefix of
-its own block of k and a suffix of the block before (van Herk, Gil-Werman), so it costs two such scans whatever k is.
+over the chunks' summaries: the same problem, CHUNK times shorter. A window of k tokens is the union of a prefix of its
+own block of k and a suffix of the block before (van Herk, Gil-Werman), so it costs two such scans for any k.
 Means are only ever merged with weights in [0, 1]; nothing is subtracted.
 """
 
@@ -71,7 +71,7 @@ def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: in
     num_new = logits_BTH.shape[1]
     scores_BHTS = kept_logits.transpose(1, 2)[:, :, None]
     scores_BHTT = logits_BTH.transpose(1, 2)[:, :, None]
-    if num_new > 1 or ring.num_kept >= window:  # otherwise the next token reads all that is kept
+    if num_new > 1 or ring.num_kept >= window:  # otherwise the next token reads all kept tokens
         index_T = torch.arange(num_new, device=logits_BTH.device)
         distance_TT = index_T[:, None] - index_T
         is_hidden_TT = (distance_TT < 0) | (distance_TT >= window)
@@ -141,7 +141,7 @@ def _scan_window(
 
 def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tensor) -> tuple[Tensor, Tensor]:
     """Two tokens as one: the log of their weight together, and their mean; the first value if both logits are -inf."""
-    difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # never that of two infinities
+    difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # never between two infinities
     difference = difference.to(values_a.dtype)
     log_total = torch.maximum(logits_a, logits_b) + softplus(-difference.abs())
     share = difference[..., None]
@@ -151,7 +151,7 @@ def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tenso
 def _blocks(
     logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Blocks of this length as texts of their own, (B * blocks, length, ...), filled up with tokens without weight."""
+    """Blocks of this length as separate texts, (B * blocks, length, ...), filled up with tokens without weight."""
     extra = -logits_BTH.shape[1] % length
     logits, values = pad(logits_BTH, (0, 0, 0, extra), value=-torch.inf), pad(values_BTHD, (0, 0, 0, 0, 0, extra))
     starts = None if starts_BT is None else pad(starts_BT, (0, extra)).reshape(-1, length)

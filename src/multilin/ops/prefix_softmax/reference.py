@@ -18,7 +18,7 @@ class PrefixSoftmaxState(NamedTuple):
     The mean of everything read is exactly one token whose value is the mean and whose logit is the log of the total
     weight. So a state always has the shape of tokens, and continuing a text is reading those tokens first. Tokens of
     logit -inf stand for tokens not read yet: the shape is the same from the first call on. Float32 or better; the logit
-    of a summary is float64, as what float32 would round off would add up token by token.
+    of a summary is float64, as rounding errors of float32 would add up token by token.
     """
 
     logits_BSH: Tensor
@@ -81,7 +81,7 @@ def last_tokens(
     if starts_BT is not None:
         text_BT = starts_BT.cumsum(dim=1)
         logits_BTH = logits_BTH.masked_fill((text_BT != text_BT[:, -1:])[..., None], -torch.inf)
-    # Padding copies, also by nothing: a view would keep the memory of the whole text.
+    # Padding copies even if nothing is added: a view would keep the memory of the whole text.
     logits = pad(logits_BTH[:, first:], (0, 0, missing, 0), value=-torch.inf)
     return PrefixSoftmaxState(logits, pad(values_BTHD[:, first:], (0, 0, 0, 0, missing, 0)))
 
@@ -95,8 +95,8 @@ def prefix_softmax_weights(
         y_t = sum_j tokens[t, j] v_j + own[t] v_t
 
     Returns:
-        tokens (B, H, T, T), 0 where t does not read j; and own (B, H, T), None without own logits. What their sum lacks
-        to 1 is the null token's weight; a position that reads nothing at all has 0 everywhere.
+        tokens (B, H, T, T), 0 where t does not read j; and own (B, H, T), None without own logits. 1 minus their
+        sum is the null token's weight; a position that reads nothing at all has 0 everywhere.
 
     Cost: O(B H T^2) time and memory.
     """
@@ -111,7 +111,7 @@ def prefix_softmax_weights(
 
 
 def check_own_term(window: int | None, null_logit: float | None) -> None:
-    """Raise InputError for own logits beside a window or a null token, which no architecture needs."""
+    """Raise InputError for own logits with a window or a null token, which no architecture needs."""
     if window is not None or null_logit is not None:
         other = f"window {window}" if window is not None else f"null_logit {null_logit}"
         raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")

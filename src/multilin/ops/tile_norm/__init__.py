@@ -1,4 +1,4 @@
-"""Vectors divided by their root mean square, tile by tile."""
+"""Tile norm: vectors divided by their root mean square, tile by tile."""
 
 import torch
 from jaxtyping import Float
@@ -30,7 +30,7 @@ def tile_norm(
     Args:
         x: (..., D) in any float dtype; sums are taken in float32 or better.
         tile: width of a tile, a divisor of D; None is the whole vector.
-        dtype: of the result; None is that of x.
+        dtype: of the result; None is the dtype of x.
 
     Returns:
         (..., D).
@@ -48,12 +48,12 @@ def tile_norm(
     dtype = dtype or x.dtype
     if is_exported():  # one operator of a graph
         return _as_operator(x, size).to(dtype)
-    # Kernels have to know both types.
+    # Kernels depend on both dtypes.
     return TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)
 
 
 def _as_operator(x: Tensor, tile: int) -> Tensor:
-    """The norm by PyTorch's operator; the smallest normal number beside the mean square leaves a zero tile 0."""
+    """The norm by PyTorch's operator; the smallest normal number, added to the mean square, keeps a zero tile 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     ones, smallest = wide.new_ones(tile), torch.finfo(wide.dtype).tiny
     tiles = wide if tile == x.shape[-1] else wide.unflatten(-1, (-1, tile))

@@ -1,7 +1,7 @@
 """Kernels of `tile_norm`: a tile is read twice, the second time from the cache.
 
-With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is made of x, not of y, which may
-be rounded, since it is a difference; and s is kept. For a zero tile s = 0. Scales are (tiles,).
+With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is a difference, so it
+is computed from x, not from y, which may be rounded; s is kept. For a zero tile s = 0. Scales are (tiles,).
 """
 
 import numpy as np

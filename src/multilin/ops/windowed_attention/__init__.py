@@ -53,7 +53,7 @@ def windowed_attention(
         l_{t,j} = scale * q_t . k_j - slope * d + hyper / d        d = t - j, 1 <= d <= window, same text
 
     A position without a visible token gets 0. A null key adds 1 to the denominator (a token of logit 0 and value 0).
-    Positions inside the products, such as rotary ones, belong into queries and keys before the call.
+    Rotary positions must be applied to queries and keys before the call.
 
     Args:
         queries, keys: (B, T, H, D).
@@ -61,11 +61,11 @@ def windowed_attention(
         window: tokens of the strict past that are read; 0 reads the token itself only.
         scale: factor on the product of query and key.
         slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
-        null_key: whether there is one.
-        padding: (B, T) True where there is no token; it is read by nobody.
-        state: what an earlier call returned; its tokens are read first. The window may lie in a ring.
+        null_key: whether there is a null key.
+        padding: (B, T) True where there is no token; no position reads it.
+        state: returned by an earlier call; its tokens are read first. The window may lie in a ring.
         starts: (B, T) True where a new text begins: nothing before it is read from there on.
-        needs_state: False where nobody will read on: None is returned for the state.
+        needs_state: False if the text ends here: None is returned for the state.
 
     Returns:
         The means (B, T, H, E) in the dtype of `values`, and the last `window` keys and values in float32 or better;
@@ -76,7 +76,7 @@ def windowed_attention(
 
     Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times that with backward, in
     float32 or better also for bf16 inputs; memory in proportion to the inputs, since weights are made a tile at a time
-    and made again backward.
+    and computed again backward.
     Source: 3Lin and TScale; the width schedule and the decays of their documents.
     """
     _check_reach(window, slope, hyper)
@@ -102,7 +102,7 @@ def windowed_attention(
 
 
 def _check_reach(window: int, slope: float | Tensor, hyper: float | Tensor) -> None:
-    """Refuse a window or a decay that is none; decays that are learned, as tensors, may be anything."""
+    """Refuse a negative window and decays out of range; learned decays, which are tensors, are not checked."""
     if window < 0:
         raise InputError(f"window: {window} given, but it must be at least 0")
     for name, decay, least in (("slope", slope, 0.0), ("hyper", hyper, -math.inf)):

@@ -1,7 +1,7 @@
 """Windowed attention on a GPU, by kernels of our own.
 
 PyTorch's flex_attention takes the gradient as p (g - dmeans . means), a difference that keeps few digits where one
-weight is nearly 1, as our decays make most; it also has no null key and runs float32 in tf32. The kernels count g
+weight is nearly 1, as decays often make it; it also has no null key and runs float32 in tf32. The kernels count g
 from the origin dmeans . means, then subtract the remaining sum p (g - origin): the tiles of a window are read twice
 backward. A call with one token and a state is one kernel: it reads the state and writes the next one.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 from multilin.ops.kernels import LazyModule, needs_gradients, operator
 from multilin.ops.windowed_attention.reference import WindowedAttentionState, all_tokens, last_tokens, texts
 
-WIDEST = 256  # numbers of a head that fit into the registers
+WIDEST = 256  # numbers of a head that fit in registers
 _NARROW = 256  # windows up to here are few tiles, and may want other numbers of warps
 _kernels = LazyModule("multilin.ops.windowed_attention.gpu_kernels")
 _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 class _Call(NamedTuple):
-    """What kernels are given beside queries, keys and values; of `decays`, a tensor of both, or slope and hyper."""
+    """Arguments of kernels besides queries, keys and values; decays are one tensor, or the numbers slope and hyper."""
 
     logits: Tensor
     texts: Tensor | None
@@ -36,7 +36,7 @@ class _Call(NamedTuple):
 
 
 def refuses(queries: Tensor, keys: Tensor, values: Tensor, **options: object) -> str | None:
-    """The reason against heads that are too wide."""
+    """The reason why heads are too wide for the kernels, or None."""
     widest = max(keys.shape[3], values.shape[3])
     return None if widest <= WIDEST else f"heads of {widest} numbers are wider than {WIDEST}"
 
@@ -63,7 +63,7 @@ def windowed_attention(
 
 
 def _decays(slope: float | Tensor, hyper: float | Tensor, device: torch.device) -> tuple[Tensor | None, float, float]:
-    """Slope and hyper in one tensor if either is a tensor, as to read it would wait for the device; else as numbers."""
+    """Slope and hyper in one tensor if either is a tensor, as reading it would wait for the device; else as numbers."""
     if not isinstance(slope, Tensor) and not isinstance(hyper, Tensor):
         return None, float(slope), float(hyper)
     both = [x.to(device) if isinstance(x, Tensor) else torch.full((), x, device=device) for x in (slope, hyper)]
@@ -97,7 +97,7 @@ def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
     window: int, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Means, and for every row the largest score and the sum of exponentials counted from it."""
+    """Means, and for every row the largest score and the sum of exponentials relative to it."""
     results = means, _, _ = _fake_attend(queries, keys, values)
     if means.numel():
         arguments, constants = _arguments(queries, keys, values, logits, texts, decays, window, scale, slope, hyper)
@@ -137,7 +137,7 @@ def _arguments(
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Arguments and constants of all kernels but `step`."""
     (_, num_new, num_heads, width), num_all, value_width = queries.shape, keys.shape[1], values.shape[3]
-    size = max(width, value_width) * queries.element_size()  # bytes of a head; tiles of wide ones do not fit whole
+    size = max(width, value_width) * queries.element_size()  # bytes of a head; tiles of wider heads do not fit whole
     constants = {
         "D": width, "E": value_width, "BD": _launch.block_of(width, WIDEST),
         "BE": _launch.block_of(value_width, WIDEST), "BQ": _launch.block_of(num_new, 32 if size > 512 else 64),

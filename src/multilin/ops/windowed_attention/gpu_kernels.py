@@ -1,6 +1,6 @@
 """Triton kernels of windowed attention: tiles of queries against the tiles of keys that their windows touch.
 
-Positions are those among all S tokens, the state's first; the new tokens are the last T. All tensors are contiguous.
+Positions count all S tokens, the state's first; the new tokens are the last T. All tensors are contiguous.
 `scores` and the gradient of the weights are made by the same steps from tiles of the same sizes in every kernel, so
 that they come out bit for bit the same, which the gradient of the softmax relies on.
 """
@@ -24,7 +24,7 @@ def first_of(p_x, length, H, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_vectors(p_x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.constexpr):
-    """(times, WIDTH) of this program's head, 0 outside."""
+    """Load (times, WIDTH) of this program's head, 0 outside."""
     i_columns = tl.arange(0, BW)
     return load_tile(
         first_of(p_x, length, H, WIDTH), i_times, i_times < length, H * WIDTH, i_columns, i_columns < WIDTH
@@ -41,7 +41,7 @@ def store_vectors(p_x, x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.conste
 
 @triton.jit
 def load_decays(call):
-    """Slope and hyperbolic decay: the numbers given, or those of a tensor."""
+    """Slope and hyperbolic decay: from two numbers, or from a tensor."""
     slope, hyper = call.slope, call.hyper
     if call.decays is not None:
         slope, hyper = tl.load(call.decays), tl.load(call.decays + 1)
@@ -74,7 +74,7 @@ def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL
 
 @triton.jit
 def load_kept(p_top, p_total, i_rows, m_rows):
-    """The largest score of each query, and 1 / the sum of the exponentials counted from it."""
+    """The largest score of each query, and 1 / the sum of the exponentials relative to it."""
     top = tl.load(p_top + i_rows, mask=m_rows, other=0.0)
     return top, inverse(tl.load(p_total + i_rows, mask=m_rows, other=0.0))
 
@@ -84,7 +84,7 @@ def weights_again(
     b_queries, b_keys, b_values, b_dmeans, kept, i_query, i_key, call, decays,
     BQ: tl.constexpr, BL: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile, their gradients counted from the origin, and the distances; `kept` is (top, share, origin)."""
+    """Weights of a tile, their gradients minus the origin, and the distances; `kept` is (top, share, origin)."""
     b_scores, away = scores(b_queries, b_keys, i_query, i_key, call, decays, BQ, BL, DECAY)
     b_weights = tl.exp(b_scores - kept[0][:, None]) * kept[1][:, None]
     return b_weights, dot(b_dmeans, tl.trans(b_values)) - kept[2][:, None], away
@@ -129,7 +129,7 @@ def backward_queries(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, DECAY: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
-    """dqueries of a tile; per query the origin dmeans . means, and what the softmax still takes from g - origin."""
+    """dqueries of a tile; per query the origin dmeans . means, and the remaining sum p (g - origin)."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)

@@ -1,8 +1,8 @@
 """Windowed attention in linear time from PyTorch operations: tiles of queries against the keys their windows hold.
 
-A tile's weights are made, used and dropped while they are in the cache, and made again backward. The last key of a
-block is in no window of the strict past, so its column serves as a sink: of logit 0 it is the null key, of the lowest
-finite logit it takes the weight of a row that sees nothing; its value is 0 either way, and the softmax needs no cases.
+A tile's weights are made, used and dropped while they are in the cache, and computed again backward. The last key of a
+block is in no window of the strict past, so its column serves as a sink of value 0. With logit 0 it is the null key;
+with the lowest finite logit it takes the weight of a row that sees nothing. So the softmax needs no cases.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from multilin.ops.windowed_attention import reference
 from multilin.ops.windowed_attention.reference import WindowedAttentionState, all_tokens, last_tokens, texts
 
 SHORT = 8  # tokens up to which the definition itself is faster
-LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs that no window holds
-LARGEST_SHARE = 4  # but a wide window loses little by blocks of one in so many of it, whose products are faster
+LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs outside of windows
+LARGEST_SHARE = 4  # blocks of a fourth of a wide window lose little, and their products are faster
 LARGEST_OF_ALL = 256
-SMALLEST_BLOCK = 16  # below, the products are too small to be worth their calls
+SMALLEST_BLOCK = 16  # products of smaller blocks are not worth their calls
 NUMBERS = {"cpu": 2**20}  # weights of a tile, 4 MB in float32: they stay in the cache between the steps
-MOST_NUMBERS = 2**23  # of a tile with a wide window, where gradients of many keys would be added too often otherwise
+MOST_NUMBERS = 2**23  # of a tile with a wide window: smaller tiles would add gradients of many keys too often
 
 
 class Tile(NamedTuple):
@@ -74,7 +74,7 @@ def one_token(
     slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
     state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
-    """A window of 0 or 1: the value of the token itself or of the one before, weighed against the null key only."""
+    """A window of 0 or 1: the value of the token itself or of the token before, weighed against the null key only."""
     keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
     new = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
     first, last = keys.shape[1] - queries_BTHD.shape[1] - window, keys.shape[1] - window
@@ -99,7 +99,7 @@ def from_ring(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, ring: Ring, *, window: int, scale: float,
     slope: float | Tensor, hyper: float | Tensor, null_key: bool, padding: Tensor | None,
 ) -> tuple[Tensor, WindowedAttentionState]:  # fmt: skip
-    """The means of a few new tokens whose window lies in a ring, and these tokens; padding may follow a row's only."""
+    """The means of a few new tokens whose window lies in a ring, and these tokens; padding may only end a row."""
     dtype, num_new = torch.promote_types(ring.tokens[0].dtype, queries_BTHD.dtype), queries_BTHD.shape[1]
     kept_keys, kept_values, kept_logits = (x.to(dtype) for x in ring.tokens)
     tokens = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
@@ -111,7 +111,7 @@ def from_ring(
     if num_new > 1 or has_decay:
         scores_BHTS = _weigh(scores_BHTS, ring.distances(num_new)[:, None], window, slope, hyper)
     values_BHSE = kept_values.transpose(1, 2)
-    if num_new == 1:  # which does not read itself
+    if num_new == 1:  # it does not read itself
         return (softmax(scores_BHTS, null_logit) @ values_BHSE).transpose(1, 2), new
     index_T = torch.arange(num_new, device=keys_BTHD.device)
     scores_BHTT = queries_BHTD @ new.keys_BSHD.permute(0, 2, 3, 1) + new.logits_BS[:, None, None, :]
@@ -127,10 +127,10 @@ def _weigh(scores: Tensor, distance: Tensor, window: int, slope: float | Tensor,
 
 
 class _WindowedAttention(torch.autograd.Function):
-    """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides what no window holds.
+    """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides pairs outside of windows.
 
-    Products whose results are rounded only, never subtracted from each other, are made of weights and gradients of
-    scores in the dtype of the values: the means, and the gradients of values and keys.
+    The means, and the gradients of values and keys, are products of weights and gradients of scores in the dtype of the
+    values: these results are only rounded, never subtracted from each other.
     """
 
     @staticmethod
@@ -186,12 +186,12 @@ def _columns(bias_KL: Tensor, tile: Tile) -> slice:
 
 
 def _biases(bias_KL: Tensor, logits_BS: Tensor, text_BS: Tensor | None, tile: Tile) -> Tensor:
-    """What is added to all heads' products: decay, padding and other texts, (B, N, 1, K, L)."""
+    """The terms added to all heads' products: decay, padding and other texts, (B, N, 1, K, L)."""
     logits_BNL = logits_BS[tile.keys].unfold(1, tile.num_keys, tile.block)
     biases_BNKL = bias_KL[: tile.block, _columns(bias_KL, tile)] + logits_BNL[:, :, None, :]
     if text_BS is not None:
         keys_BNL = text_BS[tile.keys].unfold(1, tile.num_keys, tile.block)
-        # The last keys of a block are those at its queries.
+        # The last keys of a block are at the positions of its queries.
         biases_BNKL.masked_fill_(keys_BNL[:, :, -tile.block :, None] != keys_BNL[:, :, None, :], -torch.inf)
     return biases_BNKL[:, :, None]
 
@@ -206,7 +206,7 @@ def _weights(queries: Tensor, keys: Tensor, biases: Tensor, scale: float, null_k
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor:
-    """p (g - sum p g), with g counted from its mean so that nothing cancels where one weight is nearly 1.
+    """p (g - sum p g), with g relative to its mean, so that nothing cancels where one weight is nearly 1.
 
     The subtracted mean is exact only up to rounding; the softmax gradient removes the remainder.
     """
@@ -262,14 +262,14 @@ def key_blocks(x_BSHD: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
 
 
 def write_query_blocks(blocks: Tensor, tile: Tile, total_BTHD: Tensor) -> None:
-    """Write what belongs to the tile's queries where `query_blocks` read them."""
+    """Write results for the tile's queries to the places from which `query_blocks` reads."""
     num_heads = total_BTHD.shape[2]
     blocks_BNHKD = blocks.unflatten(0, (-1, tile.num_blocks, num_heads))
     total_BTHD[tile.queries].unflatten(1, (tile.num_blocks, tile.block)).copy_(blocks_BNHKD.transpose(2, 3))
 
 
 def add_key_blocks(blocks: Tensor, tile: Tile, total_BSHD: Tensor) -> None:
-    """Add what belongs to the tile's keys where `key_blocks` read them; blocks overlap by a window."""
+    """Add gradients of the tile's keys at the places from which `key_blocks` reads; blocks overlap by a window."""
     blocks_BNHLD = blocks.unflatten(0, (-1, tile.num_blocks, total_BSHD.shape[2]))
     region_BSHD = total_BSHD[tile.keys]
     if tile.num_blocks == 1:

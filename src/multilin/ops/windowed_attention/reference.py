@@ -1,4 +1,4 @@
-"""Windowed attention, its state and its weights, as the equation. Quadratic in time, as a definition may be."""
+"""The definition of windowed attention, its state and its weights, as the equation. Quadratic in time."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from multilin.ops.softmax import softmax
 
 
 class WindowedAttentionState(NamedTuple):
-    """The last `window` tokens, in float32 or better; a logit of -inf stands for what was not read, else it is 0."""
+    """The last `window` tokens, in float32 or better; a logit is -inf where no token was read, else 0."""
 
     keys_BSHD: Tensor
     values_BSHE: Tensor
@@ -90,7 +90,7 @@ def visible_scores(
 
 
 def is_visible(distance: Tensor, window: int) -> Tensor:
-    """The strict past of that many tokens; a window of 0 is the token itself."""
+    """True for the `window` tokens before the position; for a window of 0, True for the token itself."""
     return distance == 0 if window == 0 else (distance >= 1) & (distance <= window)
 
 
@@ -107,7 +107,7 @@ def windowed_attention_weights(
 ) -> Float[Tensor, "B H T T"]:  # fmt: skip
     """The weights of `windowed_attention` with these arguments at the start of a text, in float32 or better.
 
-    They are 0 where t does not read j; what their sum lacks to 1 is the null key's.
+    They are 0 where t does not read j; 1 minus their sum is the null key's weight.
 
     Cost: O(B H T^2 D) time, O(B H T^2) memory.
     """

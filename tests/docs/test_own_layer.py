@@ -1,4 +1,4 @@
-"""The examples of docs/own-layer.md are architectures: they keep the contract."""
+"""The examples of README and docs/own-layer.md are architectures: they keep the contract."""
 
 import dataclasses
 import importlib.metadata
@@ -40,11 +40,14 @@ from tests.contract.test_training import (  # noqa: F401
 )
 from tests.docs.generator import generate
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-layer.md"
-SHORT, NAME = "running_mean", "gated_mean"
-FILES = dict(
-    zip((SHORT, NAME), re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL), strict=True)
-)
+ROOT = Path(__file__).parents[2]
+PROGRAMS = [
+    program
+    for page in (ROOT / "README.md", ROOT / "docs" / "own-layer.md")
+    for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+]
+README, SHORT, NAME = "gated_average", "running_mean", "gated_mean"
+FILES = dict(zip((README, SHORT, NAME), PROGRAMS, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +74,10 @@ def example(written: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch) -
     return written[NAME]
 
 
-@pytest.fixture(params=["default", "one head", "shortest example"])
+@pytest.fixture(params=["default", "one head", SHORT, README])
 def case(request: pytest.FixtureRequest, example: Architecture) -> dict:
-    if request.param == "shortest example":
-        return {"architecture": SHORT, "options": {}}
+    if request.param in (SHORT, README):
+        return {"architecture": request.param, "options": {}}
     return {"architecture": NAME, "options": dict({"default": {}, **example.variants}[request.param])}
 
 

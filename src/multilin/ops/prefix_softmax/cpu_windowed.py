@@ -1,14 +1,12 @@
 """CPU kernels of the prefix softmax over a window of k tokens, in time that does not depend on k.
 
 Time is cut into blocks of k (van Herk, Gil-Werman). The window of a position at offset r of block c is a prefix of c,
-up to offset r, and a suffix of block c - 1, from offset r + 1 on. The means m of prefixes start anew in every block,
-with weights w, a (see `prefix_weights`). The means V of suffixes, with weights u, b, go backward through a block:
-V_r = b_r V_(r+1) + u_r v_r. Together,
+up to r, and a suffix of block c - 1, from r + 1 on. Prefix means m start anew in every block, with weights w, a (see
+`prefix_weights`). Suffix means V go backward through a block, with weights u, b: V_r = b_r V_(r+1) + u_r v_r. Together,
 
     y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
-At a text start the prefix starts anew, and h is 0 up to the end of the block. Tokens before the last text start of a
-block have u = 0, b = 1.
+After a text start in a block, prefixes begin there and h = 0; tokens before its last text start have u = 0, b = 1.
 
 Backward, block by block from the last one, with d_t = dy_t . y_t:
 

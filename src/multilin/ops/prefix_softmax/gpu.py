@@ -93,7 +93,7 @@ def forward(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> _Tensors:  # fmt: skip
-    """Run the forward kernels; results as in `cpu.forward`. With a window, a state is allowed only for a single position."""
+    """Run the forward kernels; results as in `cpu.forward`. With a window, a state is only for a single position."""
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1

@@ -18,8 +18,8 @@ which it computes the others again. The gradient of the state is S and C before 
 
 Rounding errors do not add up over a long text: m and S are summed as in `cpu_sums`, and C is in float64.
 
-With fewer texts than threads, time is cut into one part per thread, and each part into pieces. A first launch computes
-a summary of each piece. The second launch merges the summaries before each part (backward: after it), and computes it.
+With fewer texts than threads, time is cut into one part per thread, and each part into pieces. A first launch
+summarises each piece. A second launch merges the summaries before each part (backward: after it) and computes the part.
 """
 
 import numpy as np
@@ -145,7 +145,7 @@ def forward_summaries(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
-    """Merge the state of head h with one token that stands for all later tokens; unless `passes`, it is replaced."""
+    """Merge the state of head h with one token that stands for all later tokens; if not `passes`, replace it."""
     highest = max(top[h] if passes else LOWEST, new_top)
     past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
     new = new_total * exp_negative(new_top - highest)

@@ -12,10 +12,10 @@ __all__ = ["BLOCK_OUTER", "block_outer"]
 BLOCK_OUTER = Op(
     "block_outer",
     [
-        cpu_kernels("compiled, recomputed backward", cpu.block_outer),
+        cpu_kernels("compiled, products recomputed backward", cpu.block_outer),
         Backend("portable (PyTorch, products recomputed backward)", portable.block_outer),
     ],
-    special_cases=[Backend("portable (no vectors)", portable.block_outer, "cpu", refuses=cpu.refuses_vectors)],
+    special_cases=[Backend("portable (other block sizes)", portable.block_outer, "cpu", refuses=cpu.refuses_vectors)],
 )
 
 
@@ -28,22 +28,22 @@ def block_outer(
 
         y_d = sum over n, k, j of weight[d, n, k, j] * left[n, k] * right[n, j]
 
-    One op for three architectures: with K = J a power of two, the pairs (i, i xor b), b < K, are exactly the pairs in
-    aligned blocks of K, so 3Lin's combiner has K = 16, TScale's K = 4, and ELiTA's feed-forward is one block of D x 8.
+    Three architectures use it. With K = J a power of two, the pairs (i, i xor b), b < K, are exactly the pairs in
+    aligned blocks of K: 3Lin's combiner has K = 16, TScale's K = 4. ELiTA's feed-forward is one block of D x 8.
 
     Args:
         left: (..., N, K) N blocks of K numbers.
         right: (..., N, J) N blocks of J numbers.
-        weight: (D, N, K, J) the contraction.
+        weight: (D, N, K, J) the matrix; each row has a number for each product.
 
     Returns:
-        (..., D) in the dtype of `left` (of the matrix products under autocast).
+        (..., D) in the dtype of `left`, or in autocast's dtype.
 
     Raises:
         InputError: shapes that do not fit.
 
-    Cost: 2 N K J D multiplications and additions per row, three times that with backward. The N K J products of a row
-    are held for a chunk of rows only, about 2^21 numbers on a CPU and 2^27 elsewhere, and are computed again backward.
+    Cost: 2 N K J D multiplications and additions per row, three times as many with backward. The products of
+    pairs are held for one chunk of rows at a time (2^21 on a CPU, 2^27 elsewhere) and computed again backward.
     Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
     """
     check_blocks(left, right, weight)
@@ -55,6 +55,6 @@ def check_blocks(left: Tensor, right: Tensor, weight: Tensor) -> None:
     """Raise InputError if the shapes do not fit."""
     if weight.shape[1:] != (*left.shape[-2:], right.shape[-1]) or left.shape[:-1] != right.shape[:-1]:
         raise InputError(
-            f"weight: shape {tuple(weight.shape)} given for blocks {tuple(left.shape[-2:])} and "
+            f"weight: shape {tuple(weight.shape)} given for blocks (N, K) {tuple(left.shape[-2:])} and (N, J) "
             f"{tuple(right.shape[-2:])}, but it must be (D, N, K, J)"
         )

@@ -1,6 +1,6 @@
-"""Block outer products on a CPU: one pass over memory makes the pairs, and one the gradients from their gradients.
+"""Block outer products on a CPU: one pass over memory computes the products of pairs, and one their gradients.
 
-Pairs are in memory as (rows, pairs), for a chunk of rows at a time; see `portable`. Right blocks are 4, 8 or 16 wide.
+Products lie in memory as (rows, pairs), a chunk of rows at a time (see `portable`). A right block has J = 4, 8 or 16.
 """
 
 import torch
@@ -9,17 +9,17 @@ from torch import Tensor
 from multilin.ops.block_outer.portable import in_chunks
 from multilin.ops.kernels import LazyModule, operator
 
-_LANES = 16  # products of a vector
+_LANES = 16  # products that one vector instruction computes
 _kernels, _launch = LazyModule("multilin.ops.block_outer.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
 
 def refuses_vectors(*factors: Tensor) -> str | None:
-    """`Backend.refuses` of a special case for factors whose products are not made of whole vectors."""
+    """`Backend.refuses` of a special case that takes only factors whose products do not fill whole vectors."""
     if len(factors) == 1:
-        return "there are no pairs"
+        return "only one factor is given"
     left_width, width = factors[0].shape[-1], factors[1].shape[-1]
     is_whole = width in (4, 8, 16) and left_width % (_LANES // width) == 0
-    return "the blocks are made of whole vectors" if is_whole else None
+    return "the products fill whole vectors" if is_whole else None
 
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Kernels of `block_outer`: products of pairs in the order of the weight's columns, and their gradients.
 
-Vector instructions make sixteen products at a time; compilers find none in loops over 4, 8 or 16 numbers. A
-vector holds the products of 16 / J numbers of the left block with the J of the right one, in the order of memory.
+Explicit vector instructions compute sixteen products at a time, as compilers do not vectorise loops over 4, 8 or 16
+numbers. A vector holds the products of 16 / J numbers of the left block and the J numbers of the right block, in order.
 """
 
 import numpy as np
@@ -101,7 +101,7 @@ contract_4, contract_8, contract_16 = make_contract(4), make_contract(8), make_c
 
 @njit(forceinline=True, **SCALARS)
 def expand_blocks(left, right, pairs):
-    """Pairs of blocks, left is (blocks, K) and right (blocks, J), all contiguous."""
+    """Compute the products of all blocks; left is (blocks, K) and right (blocks, J), all are contiguous."""
     size, K, J = left.itemsize, left.shape[1], right.shape[1]
     lefts, rights, products = left.ctypes.data, right.ctypes.data, pairs.ctypes.data
     for n in range(len(left)):
@@ -118,7 +118,7 @@ def expand_blocks(left, right, pairs):
 
 @njit(forceinline=True, **SCALARS)
 def contract_blocks(dpairs, left, right, dleft, dright):
-    """Gradients of both factors from the gradient of their pairs, shapes as in `expand_blocks`."""
+    """Compute the gradients of both factors from those of their products; shapes as in `expand_blocks`."""
     size, K, J = left.itemsize, left.shape[1], right.shape[1]
     lefts, rights, dproducts, dlefts = left.ctypes.data, right.ctypes.data, dpairs.ctypes.data, dleft.ctypes.data
     total = np.empty(J, np.float32)
@@ -140,14 +140,14 @@ def contract_blocks(dpairs, left, right, dleft, dright):
 
 
 def expand(task, elements, index, sources):
-    """Pairs in one part of the rows; left is (rows * blocks, K), right alike."""
+    """Compute the products for one part of the rows; left is (rows * blocks, K), right (rows * blocks, J)."""
     num_parts, left, right, pairs = arguments_of(task)
     N, (first, last) = len(left) // len(pairs), part_of(len(pairs), num_parts, index)
     expand_blocks(left[first * N : last * N], right[first * N : last * N], pairs[first:last])
 
 
 def contract(task, elements, index, sources):
-    """Gradients of both factors in one part of the rows."""
+    """Compute the gradients of both factors for one part of the rows."""
     num_parts, dpairs, left, right, dleft, dright = arguments_of(task)
     N, (first, last) = len(left) // len(dpairs), part_of(len(dpairs), num_parts, index)
     blocks = slice(first * N, last * N)

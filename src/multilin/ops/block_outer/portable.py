@@ -1,7 +1,7 @@
-"""Block outer products as matrix products over the expanded pairs, for a chunk of rows at a time.
+"""Block outer products: for a chunk of rows, compute the products of all pairs, then multiply them by the matrix.
 
-A chunk's pairs stay in the cache until their matrix product, and are computed again for the backward pass. Here they
-lie in memory as (pairs, rows), so that each line of memory is the product of two lines.
+A chunk's products stay in the cache until this multiplication, and are computed again for the backward pass. They lie
+in memory as (pairs, rows), so that each line of memory is the product of two lines.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from multilin.ops.kernels import is_exported, refuse_second_derivative
 
-NUMBERS = {"cpu": 2**21}  # pairs of a chunk: they fit the cache, and products run at full speed
+NUMBERS = {"cpu": 2**21}  # products of a chunk: they fit the cache, and are enough for a fast matrix product
 MANY_NUMBERS = 2**27  # on other devices, which need large pieces of work
 FEWEST_ROWS = 128
 
 
 def block_outer(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """See `multilin.ops.block_outer`."""
-    # All pairs at once, as one product with a constant matrix. Compiled for a GPU, this is faster than chunks of rows,
-    # but the memory of the pairs grows with the rows.
+    # All rows at once, by one product with the matrix. Compiled for a GPU, this is faster than chunks of rows,
+    # but the memory of the products grows with the number of rows.
     if is_exported() or (torch.compiler.is_compiling() and left.is_cuda):
         return torch.nn.functional.linear((left[..., None] * right[..., None, :]).flatten(-3), weight.flatten(1))
     return in_chunks(left, right, weight, expand, contract)
@@ -50,7 +50,7 @@ def _rows_last(x: Tensor) -> Tensor:
 
 
 def in_chunks(left: Tensor, right: Tensor, weight: Tensor, expand: Callable, contract: Callable) -> Tensor:
-    """Block outer products whose pairs and gradients are made by functions like `expand` and `contract`."""
+    """Block outer products in chunks of rows, by functions like `expand` and `contract` above."""
     lefts, rights = (x.reshape(-1, *x.shape[-2:]) for x in (left, right))
     result: Tensor = _BlockOuter.apply(lefts, rights, weight, expand, contract)
     return result.view(*left.shape[:-2], len(weight))
@@ -91,7 +91,7 @@ def _most_pairs(left: Tensor) -> int:
 
 
 def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
-    """Slices of rows whose pairs are held at a time; one slice if all fit, or in a graph, which is for any number."""
+    """Slices of rows held at a time; one slice if all fit, or in an exported graph, which takes any number of rows."""
     size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
     if is_exported() or num_rows <= size:
         return [slice(None)]

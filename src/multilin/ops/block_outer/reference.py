@@ -1,4 +1,4 @@
-"""Block outer products contracted, as the equation."""
+"""The block outer product, computed straight from its equation."""
 
 import torch
 from torch import Tensor

@@ -17,7 +17,7 @@ DELTA_RULE = Op(
     "delta_rule",
     [
         cpu_kernels("compiled, products by PyTorch in chunks", partial(portable.delta_rule, kernels="cpu")),
-        gpu_kernels("compiled, the memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
+        gpu_kernels("compiled, memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],
@@ -26,7 +26,7 @@ DELTA_RULE = Op(
 
 
 class DeltaRuleState(NamedTuple):
-    """The memory M, whose rows belong to the numbers of a key; float32 or better."""
+    """Each head's memory M, which has a row for each number of a key; float32 or better."""
 
     memory_BHDE: Tensor
 
@@ -47,20 +47,20 @@ def delta_rule(
 
         M_t = a_t (1 - b_t k_t k_t^T) M_(t-1) + b_t k_t v_t^T        y_t = M_t^T q_t        a_t = e^(log_decay_t)
 
-    M is the transpose of S in the papers, and 0 at the start of a text. With keys of length 1 and rates b from 0 to
-    1 (to 2 it also reflects) the memory is stable: at rate 1 the value stored under the key is replaced. Without rates
-    nothing is corrected, M_t = a_t M_(t-1) + k_t v_t^T: this is gated linear attention with one gate per head, or
-    linear attention if there are no decays either.
+    M is the transpose of S in the papers, and 0 at the start of a text. The memory is stable if keys have length 1 and
+    rates b are between 0 and 2. Rate 1 replaces the value stored under the key; larger rates also reflect the value.
+    Without rates nothing is corrected, M_t = a_t M_(t-1) + k_t v_t^T: this is gated linear attention with one gate per
+    head, or linear attention if there are no decays either.
 
     Args:
-        queries, keys: (B, T, H, D); normalise and scale them before.
+        queries, keys: (B, T, H, D); normalise and scale them before the call.
         values: (B, T, H, E); E may differ from D.
         log_decays: (B, T, H) natural logs of a, at most 0; -inf forgets everything. None keeps everything.
         rates: (B, T, H) b; None adds without correcting.
-        padding: (B, T) True where there is no token: the memory stays as it is.
-        state: returned by an earlier call.
-        starts: (B, T) True where a new text begins: nothing before it is read from there on.
-        needs_state: False if the text ends here: None is returned for the state.
+        padding: (B, T) True at padding, where the memory stays as it is.
+        state: the state that an earlier call returned.
+        starts: (B, T) True where a new text begins; its positions read nothing from before the start.
+        needs_state: False if the text ends here: None is returned in place of the state.
 
     Returns:
         The values read (B, T, H, E) in the dtype of `values`, and the memory after the last token, (B, H, D, E), in
@@ -69,9 +69,9 @@ def delta_rule(
     Raises:
         InputError: shapes that do not fit.
 
-    Cost: 2 B T H (C (3 D + 2 E) + 3 D E) multiplications and additions for chunks of C = 64 tokens, three times that
-    with backward, in float32 or better also for bf16 inputs. Memory for a backward pass: about 10 (C + D) numbers for
-    each token and head.
+    Cost: 2 B T H (C (3 D + 2 E) + 3 D E) multiplications and additions for chunks of C = 64 tokens, three times
+    as many with backward, in float32 or better even for bf16 inputs. Memory for a backward pass: about 10 (C + D)
+    numbers for each token and head.
     Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks as in "Parallelizing Linear Transformers with
     the Delta Rule over Sequence Length" (arXiv 2406.06484).
     """
@@ -108,7 +108,7 @@ def delta_rule_weights(
 
     Arguments as for `delta_rule`. A value written by an earlier token weighs less where later keys overwrite it.
 
-    Cost: `delta_rule` with T values of width T.
+    Cost: as `delta_rule` with values of width T.
     """
     num_time = keys.shape[1]
     one_for_each = torch.eye(num_time, dtype=keys.dtype, device=keys.device)[None, :, None, :]

@@ -1,4 +1,4 @@
-"""CPU kernels for the steps of `elementwise`, in place, with one pass over memory."""
+"""The steps of `elementwise` by CPU kernels, in place and in one pass over memory."""
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def rescale(
 
 
 def _split(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Two float32 tensors whose sum is the float64 one."""
+    """Two float32 tensors whose sum is the float64 tensor to about 48 bits."""
     high = logs.float()
     return high, (logs - high).float()
 

@@ -1,4 +1,4 @@
-"""Kernels of the delta rule's weights of pairs: every number is read and written once while it is in the cache."""
+"""CPU kernels of the delta rule's element-wise steps (see `elementwise`); they read and write every number once."""
 
 import numpy as np
 from numba import njit
@@ -11,7 +11,7 @@ LANES = 16
 
 @njit(**SCALARS)
 def decays(high, low, t, pairs):
-    """2^(G_t - G_s), G = high + low, for s <= t, else 0."""
+    """Store 2^(G_t - G_s) in pairs[s] for s <= t, else 0; G = high + low."""
     high_t, low_t = high[t], low[t]
     end = min((t // LANES + 1) * LANES, pairs.size)
     for s in range(end):
@@ -48,7 +48,7 @@ def add_product(x, y, factor, sums):
 
 @njit(**DOTS)
 def scale(x, factor, y):
-    """x = factor x; returns the sum of x y, with x from before."""
+    """x = factor x; returns the sum of x y from before the change."""
     total = ZERO
     for i in range(x.size):
         total += x[i] * y[i]
@@ -68,13 +68,13 @@ def add_scaled(x, y, factor, sums):
 
 @njit(**SCALARS)
 def mirror(x, t):
-    """Copy a row's numbers to the column."""
+    """Copy row t of a matrix, up to its diagonal, to column t."""
     for s in range(t):
         x[s, t] = x[t, s]
 
 
 def weigh(task, elements, index, sources):
-    """One part of the chunks: both products times the decays, in place, and the system's matrix."""
+    """For one part of the chunks: multiply both products by the decays, in place, and compute the system's matrix."""
     num_parts, high, low, rates, row_decays, scores, overlaps, system = arguments_of(task)
     size = high.shape[1]
     first, last = part_of(len(high), num_parts, index)
@@ -90,10 +90,10 @@ def weigh(task, elements, index, sources):
 
 
 def unweigh(task, elements, index, sources):
-    """One part of the chunks: gradients of both products, in place, of rates and of logs.
+    """For one part of the chunks: compute the gradients of both products, in place, and of rates and logs.
 
-    A log gets the gradients of all pairs around it. Rows go from last to first: after row t, `dlogs` hold for each
-    s < t the sum of the pairs (t.., s), and the sum of these is the gradient of log t.
+    A log gets the gradients of all pairs whose decay contains it. Rows go from last to first: after row t, dlogs[s]
+    is the sum over the pairs of s with t and later tokens, and the sum over s < t is the gradient of log t.
     """
     num_parts, high, low, rates, row_decays, dscores, dsystem, scores, overlaps, drates, dlogs = arguments_of(task)
     size = dlogs.shape[1]
@@ -116,7 +116,7 @@ def unweigh(task, elements, index, sources):
 
 
 def rescale(task, elements, index, sources):
-    """One part of the tokens: their gradients, in place, and four products for the gradients of logs and rates."""
+    """For one part of the tokens: compute gradients in place, and four products for the gradients of logs and rates."""
     num_parts, from_start, to_end, rates, dq, dk, dknown, dread, q, k, v, dots = arguments_of(task)
     first, last = part_of(len(q), num_parts, index)
     for row in range(first, last):

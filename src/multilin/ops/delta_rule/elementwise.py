@@ -12,7 +12,7 @@ def weigh(
     Args:
         scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. Of overlaps, only numbers below the diagonal
             count.
-        logs: (n, C) G to the base 2, in float64, as one large log would cost the others precision.
+        logs: (n, C) G to the base 2; in float64, as in float32 a large log would cost the others precision.
         rates: (n, C) b; None where there are no overlaps.
 
     Returns:
@@ -30,7 +30,7 @@ def unweigh(
     dscores: Tensor, dsystem: Tensor | None, scores: Tensor, overlaps: Tensor | None, decays: Tensor, logs: Tensor,
     rates: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """The gradients of b and of the logs of decays, by pairs.
+    """Compute the gradients of b and of the logs of decays, as far as they come from pairs of tokens.
 
     Args:
         dscores: gradient of the changed scores, which becomes the gradient of Q K^T.
@@ -47,7 +47,7 @@ def unweigh(
         by_pair.addcmul_(by_system, rates[..., None])
         dsystem.mul_(decays * rates[..., None])
         dsystem.add_(dsystem.mT.clone())
-    # The gradient of a pair belongs to all logs between the two. In float64, where parts of pairs on one side cancel.
+    # A pair's gradient belongs to all logs between its tokens. In float64, because the two sums cancel in part.
     dsums = by_pair.sum(dim=2, dtype=torch.float64) - by_pair.sum(dim=1, dtype=torch.float64)
     return drates, dsums.flip(1).cumsum(dim=1).flip(1)
 
@@ -60,12 +60,12 @@ def rescale(
 
     Args:
         dq, dk, dknown, dread: (n, C, D or E) gradients of e^G q, e^(G_C - G) k, b v and - b e^G k; the first three
-            become gradients of q, k (with the share of the last) and v. Without rates, there are only two.
+            become gradients of q, k (with the share of `dread`) and v. Without rates, the last two are None.
         q, k, v: the factors of these products.
         from_start, to_end, rates: (n, C) e^G, e^(G_C - G) and b.
 
     Returns:
-        Sums over the width of dq q, dk k, dread k and dknown v as they were given, (n, C) each.
+        Sums over the width of dq q, dk k, dread k and dknown v, from before the change, (n, C) each.
     """
     dots = [(x * y).sum(dim=2) for x, y in ((dq, q), (dk, k), (dread, k), (dknown, v)) if x is not None]
     dq.mul_(from_start[..., None])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule, operator
 
-WIDEST = 128  # numbers of a key: a program holds the memory of all in registers
+WIDEST = 128  # numbers of a key: a program holds the memory's rows for all of them in registers
 LONGEST = 64  # tokens of a chunk
 _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModule("multilin.ops.kernels.gpu_launch")
 

@@ -1,7 +1,7 @@
 """The Triton kernels of the delta rule: the inverse of a chunk's triangular system, and the memory.
 
-`write` handles one head of one text and a slice of its values. Forward, for one chunk after the other, and
-backward from the last to the first:
+A program of `write` handles one head of one text and a slice of its values. It goes through the chunks forward (left),
+or backward from the last chunk to the first (right):
 
     added -= read M                              dadded += k_to_end dM
     M <- e^(G_C) M + k_to_end^T added            dM <- e^(G_C) dM + through_q - read^T dadded
@@ -15,7 +15,7 @@ import triton.language as tl
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import dot, load_tile, store_tile
 
-# Not 8 warps for 16 numbers of a value: on an H200, that reads outside its memory (see results/gpu.md).
+# Not 8 warps with BE = 16: on an H200, that kernel reads outside of its memory (see results/gpu.md).
 WAYS: list[tuple[dict[str, int], int, int]] = [
     ({"BE": 32}, 4, 1), ({"BE": 64}, 4, 1), ({"BE": 16}, 4, 3), ({"BE": 16}, 2, 3),
 ]  # fmt: skip
@@ -23,7 +23,7 @@ WAYS: list[tuple[dict[str, int], int, int]] = [
 
 @triton.jit
 def invert(p_lower, p_inverse, length, BC: tl.constexpr):
-    """(1 + L)^(-1) of one chunk, as `portable.invert` makes it; the blocks of 2 rows are its first step."""
+    """Compute (1 + L)^(-1) of one chunk like `portable.invert`, but begin with the inverses of blocks of 2 rows."""
     o_c = tl.arange(0, BC)
     m_c, o_chunk = o_c < length, tl.program_id(0).to(tl.int64) * length * length
     b_lower = load_tile(p_lower + o_chunk, o_c, m_c, length, o_c, m_c)
@@ -44,7 +44,7 @@ def write(
     num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
-    """Store `added` and M before each chunk, and M after the last; with p_through_q, the right column above."""
+    """Store `added` and M before each chunk, and M after the last; with p_through_q, compute the right column above."""
     i_m, num_memories = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     o_c, o_d, o_e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     m_c, m_d, m_e = o_c < length, o_d < D, o_e < E

@@ -6,8 +6,8 @@ the chunk's start, P_ts = e^(G_t - G_s) for s <= t, and b the rates:
 
     (1 + tril_(-1)(b K K^T * P)) U = b V - b e^G K M        Y = e^G Q M + tril(Q K^T * P) U
 
-The system is solved for all chunks at once, for b V and for b e^G K; only two products remain
-to be done chunk after chunk.
+The system is solved for all chunks at once, with the right sides b V and b e^G K. Only two products remain to be done
+chunk after chunk.
 """
 
 import math
@@ -22,27 +22,27 @@ from torch.nn.functional import pad
 from multilin.ops.delta_rule import cpu, elementwise, gpu
 from multilin.ops.kernels import MANY_NUMBERS, is_exported, refuse_second_derivative
 
-SHORT = 4  # tokens up to which the definition itself is faster
-CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than the memory
-FORGOTTEN = -1200.0  # 2^-1200 is 0 in float64, too; the other logs stay precise in sums with it
-NUMBERS = {"cpu": 2**20}  # numbers of each tensor for a piece of the text: much of it stays in the cache
+SHORT = 4  # up to this number of tokens the reference is faster
+CHUNK = 64  # tokens: large enough for full-speed products, small enough that pairs cost no more than products with M
+FORGOTTEN = -1200.0  # in place of -inf: 2^-1200 is 0 even in float64, and logs added to it stay precise
+NUMBERS = {"cpu": 2**20}  # of each tensor in a piece of the text, much of which stays in the cache
 
 
 def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor, kernels: str = "none",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; "cpu" and "gpu" run some of the steps by kernels, in float32, "none" runs none."""
+    """See `multilin.ops.delta_rule`; `kernels` "cpu" and "gpu" compute some steps, in float32; "none" uses PyTorch."""
     (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
     chunks = [None if x is None else _chunks(x, chunk) for x in tokens]
-    size = 1  # chunks of a piece; for one chunk no sizes are compared, so that its graph fits any number of rows
+    size = 1  # chunks of a piece; with a single chunk no sizes are compared, so that a graph takes any number of rows
     if chunk < num_time:
         numbers = NUMBERS.get(keys_BTHD.device.type, MANY_NUMBERS)
         size = max(1, numbers // max(1, num_batch * num_heads * chunk * max(chunk, width, value_width)))
     num_pieces = -(-num_time // (chunk * size))
-    if num_pieces == 1:  # a split, however trivial, would cost a copy of the gradients
+    if num_pieces == 1:  # a split into one piece would cost a copy of the gradients
         pieces: list[Any] = [[x] for x in chunks]
     else:
         pieces = [[None] * num_pieces if x is None else x.split(size) for x in chunks]
@@ -54,7 +54,7 @@ def delta_rule(
 
 
 def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
-    """(B, T, H, ...) to (N, B * H, C, ...), filled up with zeros, which change nothing."""
+    """Reshape (B, T, H, ...) to (N, B * H, C, ...), filled up with zeros, which change nothing."""
     missing = -x_BTHD.shape[1] % chunk
     if missing:
         x_BTHD = pad(x_BTHD, (0, 0) * (x_BTHD.ndim - 2) + (0, missing))
@@ -62,7 +62,7 @@ def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
 
 
 class _Chunks(torch.autograd.Function):
-    """Results (N, M, C, E) of N chunks of M heads and texts, and the memory after the last; n is N * M."""
+    """Results (N, M, C, E) of N chunks, and the memory after the last; M counts heads of texts, n is N * M."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _Chunks(torch.autograd.Function):
         added, read = v, None
         if rates is not None:
             system, added, read = steps.solve(system, v * rates[..., None], k * (from_start * rates)[..., None])
-            if is_exported() and len(v_NMCE) == 1:  # written in place, it would fix a graph's rows
+            if is_exported() and len(v_NMCE) == 1:  # writing in place would fix the number of rows of a graph
                 added, read = added - read @ memory_MDE, None
         k_to_end = k * to_end[..., None]
         num_chunks, over_chunk = len(v_NMCE), from_start[:, -1:, None]
@@ -146,19 +146,19 @@ def write(
         added -= read M        M <- e^(G_C) M + (e^(G_C - G) K)^T added
 
     Args:
-        num_chunks: N; n is N * M, the heads of all texts side by side and chunk after chunk.
+        num_chunks: N; n is N * M: chunk after chunk, each with the M heads of all texts.
         added, read, k_to_end: (n, C, E), (n, C, D) or None, (n, C, D); `added` may be overwritten.
         over_chunk: (n, 1, 1) e^(G_C).
-        memory_MDE: before the first chunk.
+        memory_MDE: the memory before the first chunk.
 
     Returns:
-        `added` after the subtraction, the memory before each chunk (n, D, E), and after the last.
+        `added` after the subtraction, the memory before each chunk (n, D, E), and the memory after the last.
     """
     memories_NMDE = memory_MDE[None]
     if num_chunks > 1:
         memories_NMDE = memory_MDE.new_empty(num_chunks, *memory_MDE.shape)
         memories_NMDE[0] = memory_MDE
-    places = [*memories_NMDE[1:].unbind(), None]  # of the memory after each chunk; the last one is a separate tensor
+    places = [*memories_NMDE[1:].unbind(), None]  # for the memory after each chunk; after the last, a new tensor
     chunks = _by_chunk(num_chunks, added, read, k_to_end.mT, over_chunk)
     for place_MDE, (added_MCE, read_MCD, to_end_MDC, over_chunk_M11) in zip(places, chunks, strict=True):
         if read_MCD is not None:
@@ -177,12 +177,12 @@ def write_backward(
 
     Args:
         num_chunks, read, k_to_end, over_chunk: as for `write`.
-        dadded: (n, C, E) gradients of `added` through results; may be overwritten.
+        dadded: (n, C, E) gradients of `added` through the results; may be overwritten.
         through_q: (n, D, E) gradients of the memory before each chunk, through the values that queries read.
         dmemory_MDE: gradient of the memory after the last chunk.
 
     Returns:
-        All gradients of `added`, of the memory after each chunk (n, D, E), and of the memory before the first.
+        The complete gradients of `added`, of the memory after each chunk (n, D, E), and of the memory before the first.
     """
     dmemories_NMDE = torch.cat([through_q, dmemory_MDE]).unflatten(0, (num_chunks + 1, -1))
     through_read = None if read is None else read.mT
@@ -196,7 +196,7 @@ def write_backward(
 
 
 def solve(lower: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
-    """All x of (1 + L) x = known, with L the part of `lower` below its diagonal; shapes (n, C, C) and (n, C, D or E).
+    """Solve (1 + L) x = known for each `known` (n, C, D or E); L is the part of `lower` (n, C, C) below its diagonal.
 
     `known` may be overwritten.
 
@@ -209,12 +209,12 @@ def solve(lower: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
 
 
 def solve_transposed(lower: Tensor, known: Tensor) -> Tensor:
-    """x of (1 + L)^T x = known, from what `solve` returned first."""
+    """Solve (1 + L)^T x = known; `lower` is the first result of `solve`."""
     return _solve_rows(lower, known, upper=False)
 
 
 class _Steps(NamedTuple):
-    """The steps that a device may have kernels for."""
+    """The steps for which a device may have kernels."""
 
     weigh: Callable[..., Any] = elementwise.weigh
     unweigh: Callable[..., Any] = elementwise.unweigh
@@ -255,9 +255,9 @@ def _before(x_nC: Tensor) -> Tensor:
 
 
 def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
-    """G, the sums from the chunk's start, to the base 2, as PyTorch's e^x takes many times longer where it vanishes.
+    """G, the sums of logs from the chunk's start, to the base 2: PyTorch's e^x is many times slower if it underflows.
 
-    In float64, as one large log would cost the others precision.
+    In float64, as in float32 one large log would cost the others precision.
     """
     if log_decays_nC is None:
         return like.new_zeros(like.shape[:2], dtype=torch.float64)
@@ -265,9 +265,9 @@ def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
-    """x of x^T (1 + U) = known^T, U being the part above or below the diagonal; `known` is overwritten.
+    """Solve x^T (1 + U) = known^T, U being the part of `matrix` above or below its diagonal; overwrite `known`.
 
-    Solved as rows, x lies in memory so that later products need no copy.
+    A system for rows leaves x in memory so that later products need no copy.
     """
     rows = known.mT
     in_place = None if torch.compiler.is_compiling() else rows
@@ -275,10 +275,10 @@ def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
 
 
 def invert(lower: Tensor) -> Tensor:
-    """(1 + L)^(-1) by products alone, which every graph runtime supports.
+    """Compute (1 + L)^(-1) by products alone, which every graph runtime supports.
 
-    It is built from inverses of diagonal blocks of 1, 2, 4, ... rows: for two neighbours A and C, and B, which joins
-    them, the missing block is -C^(-1) B A^(-1).
+    It is built from the inverses of diagonal blocks of 1, 2, 4, ... rows. For two neighbouring blocks A and C, and the
+    block B below A and left of C, the missing block of the inverse is -C^(-1) B A^(-1).
     """
     index_C = torch.arange(lower.shape[-1], device=lower.device)
     inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)

@@ -1,4 +1,4 @@
-"""The gated delta rule as its equation: token after token."""
+"""The gated delta rule, computed straight from its equation, token by token."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; padding and starts are in the arguments. Results and the memory after them."""
+    """See `multilin.ops.delta_rule`; the arguments contain padding and starts. Returns results and last memory."""
     results = []
     for t in range(queries_BTHD.shape[1]):
         queries_BHD, keys_BHD, written_BHE = queries_BTHD[:, t], keys_BTHD[:, t], values_BTHE[:, t]

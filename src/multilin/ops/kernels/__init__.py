@@ -1,7 +1,7 @@
 """Code shared by the kernels of all ops. Modules named cpu_* import numba and gpu_* triton; others import neither.
 
-With TRITON_INTERPRET=1 in the environment before triton is imported, Triton runs its kernels in Python, on tensors of
-the CPU too: so they are tested without a GPU. Dispatch never chooses them for such tensors.
+If TRITON_INTERPRET=1 is in the environment before triton is imported, Triton runs its kernels in Python, also on CPU
+tensors. This tests them without a GPU. Dispatch never chooses them for CPU tensors.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 _HAS_NUMBA = importlib.util.find_spec("numba") is not None
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 MANY_NUMBERS = 2**26  # numbers of a piece of work, on devices that need large pieces
-OLDEST = (8, 0)  # compute capability: before it there are no bf16 tensor cores
+OLDEST = (8, 0)  # the lowest compute capability; older GPUs have no bf16 tensor cores
 _PROCESS = os.getpid()
 
 
@@ -55,7 +55,7 @@ def why_no_triton() -> str | None:
         return "PyTorch sees no CUDA device"
     capability = torch.cuda.get_device_capability()
     if torch.version.hip is None and capability < OLDEST:
-        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, and 8.0 is needed"
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, but 8.0 is needed"
     return None
 
 
@@ -70,17 +70,17 @@ def needs_gradients(*inputs: object) -> bool:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Fail in a backward pass whose second derivative would lack a part.
+    """Fail in a backward pass that is itself to be differentiated: the second derivative would lack a part.
 
     Raises:
-        RuntimeError: a graph is made of the gradient.
+        RuntimeError: the gradient is taken with create_graph=True.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{name} is differentiable once; its gradient was taken with create_graph=True")
+        raise RuntimeError(f"{name}: second derivatives are not supported; take the gradient without create_graph=True")
 
 
 def is_traced(*inputs: object) -> bool:
-    """True if a graph is made of a call with these inputs, so that it must consist of known operators."""
+    """True if a call with these inputs is traced into a graph, which must consist of registered operators."""
     if torch.compiler.is_compiling():
         return True
     return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in inputs])  # noqa: C419
@@ -96,8 +96,8 @@ def is_exported() -> bool:
 
 
 def refuses_eager(*inputs: object, **options: object) -> str | None:
-    """`Backend.refuses` of a special case for graphs."""
-    return None if is_traced(*inputs) else "no graph is made of it"
+    """`Backend.refuses` of a special case that takes only traced calls."""
+    return None if is_traced(*inputs) else "the call is not traced into a graph"
 
 
 def _on_its_device(compute: Callable) -> Callable:
@@ -115,7 +115,7 @@ def _on_its_device(compute: Callable) -> Callable:
 
 
 class Operator:
-    """The PyTorch operator `multilin::NAME` around a function; skipped if there is no gradient and no tracing."""
+    """The PyTorch operator `multilin::NAME` around a function; skipped if no gradient and no tracing needs it."""
 
     def __init__(
         self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...], changed: tuple[str, ...]
@@ -127,18 +127,18 @@ class Operator:
             self.operator.register_autograd(gradient[1], setup_context=gradient[0])
 
     def __call__(self, *inputs: Any) -> Any:
-        """The function's result."""
+        """Return the function's result."""
         return (self.operator if is_traced(*inputs) or needs_gradients(*inputs) else self.compute)(*inputs)
 
 
 def operator(
     name: str, fake: Callable[..., Any], *gradient: Callable[..., Any], changed: tuple[str, ...] = ()
 ) -> Callable[..., Operator]:
-    """A decorator that makes an operator of a function of tensors, for gradients, torch.compile and other tracing.
+    """A decorator that turns a function of tensors into an operator, for gradients, torch.compile and other tracing.
 
     Args:
-        name: of the operator.
-        fake: function of the same arguments that returns empty tensors like the results.
+        name: the operator's name.
+        fake: function of the same arguments that returns empty tensors with the shapes and dtypes of the results.
         gradient: the functions `setup_context` and `backward` of `torch.library.register_autograd`, if it has one.
         changed: names of the arguments that the function changes in place.
     """

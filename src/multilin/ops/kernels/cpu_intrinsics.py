@@ -1,4 +1,4 @@
-"""Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and how freely the compiler may compute."""
+"""Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and how freely the compiler may reorder sums."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def pointer_to(typing_context, kind, address):
 
 
 class TaskType(types.Opaque):
-    """The address of a kernel's arguments, whose types are `kinds`: 64-bit words; an array is its address and sizes."""
+    """The address of a kernel's arguments, of types `kinds`: each a 64-bit word, an array its address and sizes."""
 
     def __init__(self, kinds, sources):
         super().__init__(f"task{kinds} {sources}")
@@ -91,7 +91,7 @@ def doubles(address, length):
 
 @njit
 def part_of(num_rows, num_parts, part):
-    """First row of a part, and the one after its last."""
+    """First row of a part, and the row after its last row."""
     return num_rows * part // num_parts, num_rows * (part + 1) // num_parts
 
 
@@ -105,13 +105,13 @@ def _types_like(number):
 
 
 def from_bf16(builder, bits):
-    """Add code to a builder: float32 from the bits of bf16, for one number or a vector."""
+    """Add code that turns the bits of bf16 into float32, for one number or a vector."""
     _, word, floats, constant = _types_like(bits)
     return builder.bitcast(builder.shl(builder.zext(bits, word), constant(16)), floats)
 
 
 def to_bf16(builder, number):
-    """Add code to a builder: the bits of the bf16 nearest to a float32, ties to even, for one number or a vector."""
+    """Add code that rounds float32 to the bits of the nearest bf16, ties to even, for one number or a vector."""
     short, word, _, constant = _types_like(number)
     bits = builder.bitcast(number, word)
     last = builder.and_(builder.lshr(bits, constant(16)), constant(1))
@@ -120,7 +120,7 @@ def to_bf16(builder, number):
 
 @intrinsic
 def widen(typing_context, number):
-    """Float32 of a float32, or of the bits of a bf16."""
+    """Convert the bits of a bf16 to float32; a float32 stays as it is."""
 
     def generate(context, builder, signature, arguments):
         return arguments[0] if number == types.float32 else from_bf16(builder, arguments[0])
@@ -130,7 +130,7 @@ def widen(typing_context, number):
 
 @intrinsic
 def narrow(typing_context, number, other):
-    """A float32 in the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
+    """Convert a float32 to the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
 
     def generate(context, builder, signature, arguments):
         return arguments[0] if other == types.float32 else to_bf16(builder, arguments[0])

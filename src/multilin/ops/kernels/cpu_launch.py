@@ -45,10 +45,10 @@ def launch_parts(
     """Call a kernel for each part of its work, on the threads that `num_threads` gives for tensors of this size.
 
     Args:
-        kernel: as for `launch`; `arguments_of` its task are the number of parts and the arguments.
+        kernel: as for `launch`; `arguments_of(task)` gives it the number of parts and then the arguments.
         num_elements: size of the tensors; nothing is done if it is 0.
         arguments: numbers, and contiguous tensors as arrays (rows, last axis) or vectors; None is an empty vector.
-        num_parts: pieces of work; None is one for each thread.
+        num_parts: number of parts of the work; None is one for each thread.
     """
     if num_elements == 0:
         return
@@ -92,13 +92,13 @@ def _start(address: int, function: Callable[..., None], task: ctypes.Structure, 
     numba.set_num_threads(threads)
     _parallel()(address, p_task, times)
     if torch.get_num_threads() != threads_of_torch:
-        # Numba's pool uses the same OpenMP; starting it sets the number of threads of the whole process.
+        # Numba's threads use the same OpenMP as PyTorch; starting them sets the number of threads of the process.
         torch.set_num_threads(threads_of_torch)
 
 
 @functools.cache
 def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..., None], Any]:
-    """The kernel's address, the kernel as a function of ctypes, and the structure of its task."""
+    """The kernel's address, the kernel as a ctypes function, and the structure of its task."""
     if kinds[0] is int:
         words = [[ctypes.c_int64] * (2 + kind[1]) if isinstance(kind, tuple) else [_WORDS[kind]] for kind in kinds]
         fields = [(str(i), word) for i, word in enumerate(itertools.chain(*words))]
@@ -122,7 +122,7 @@ def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..
 
 @functools.cache
 def _source_digest() -> str:
-    """Hash of the sources of all CPU kernels; numba's cache checks only the compiled file."""
+    """Hash of the sources of all CPU kernels; numba's cache checks only the file of the compiled function."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.glob("*/cpu*.py")):
         digest.update(path.read_bytes())
@@ -134,7 +134,7 @@ def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> C
 
     Numba numbers the files of a function in one index, without a lock: if two processes compile for different
     types at the same time, one may store its code under the number that the other has entered for its types. A process
-    that loads it then runs code for other types, which damages memory. In separate files, both write the same.
+    that loads it then runs code for other types, which damages memory. With separate files, both write the same.
     """
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"
@@ -142,7 +142,7 @@ def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> C
 
 
 class _Announcement(event.Listener):
-    """Warns once per process when a kernel is compiled, which takes seconds, and not loaded from the disk."""
+    """Warns once per process when a kernel is not in the cache on disk and is compiled, which takes seconds."""
 
     def on_start(self, event: Any) -> None:
         warn_once(COMPILING)
@@ -169,7 +169,7 @@ def _call(typing_context: Any, address: Any, p_task: Any, index: Any) -> Any:
 
 @functools.cache
 def _parallel() -> Any:
-    """The only function that numba makes parallel, which takes seconds: it calls any kernel by its address."""
+    """The only function that numba compiles as parallel, which takes seconds: it calls any kernel by its address."""
     with _announced():
         _call_in_parallel.compile((types.int64, types.int64, types.int64))
     return _call_in_parallel

@@ -18,7 +18,7 @@ def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[
     output, as it does while it is measured. The interpreter takes the first config and measures nothing.
 
     Args:
-        configs: the kernel's own constants, warps and pipeline stages of each way, the likeliest first.
+        configs: constants of the kernel, warps and pipeline stages of each way; first the way likely to be fastest.
         key: names of the arguments whose values distinguish kinds of calls; dtypes of tensors always do.
     """
     if is_interpreted():

@@ -1,4 +1,4 @@
-"""Tiles in GPU kernels: rounded, loaded, multiplied and stored, the same compiled and interpreted."""
+"""Steps on tiles in GPU kernels, such as load, round, multiply and store; the same compiled and interpreted."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from multilin.ops.kernels import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 sum with it has no fraction
-# Three products of tf32 tensor cores give a float32 one to about 1e-6; AMD's have no tf32.
+# Three tf32 products give a float32 product to about 1e-6; AMD's tensor cores have no tf32.
 FLOAT32_PRODUCTS = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
@@ -25,7 +25,7 @@ def narrow(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def store_rounded(p_out, numbers, mask):
-    """Store the nearest numbers in the type of the pointers."""
+    """Store numbers, rounded to the type of the pointers."""
     tl.store(p_out, narrow(numbers, p_out.dtype.element_ty), mask)
 
 
@@ -37,20 +37,20 @@ def nearest(x):
 
 @triton.jit
 def divide(x, scale):
-    """x / scale, rounded as in IEEE 754; 0 where the scale is 0 or not finite, which the scale itself shows."""
+    """x / scale, rounded as in IEEE 754; 0 where the scale is 0, negative or not finite."""
     is_usable = (scale > 0.0) & (scale < float("inf"))
     return tl.where(is_usable, tl.div_rn(tl.where(is_usable, x, 0.0), tl.where(is_usable, scale, 1.0)), 0.0)
 
 
 @triton.jit
 def magnitude(x):
-    """The bits of |x|, ordered as the numbers, with nan largest: nan propagates through a maximum."""
+    """The bits of |x| as an integer, in the same order as the numbers; nan is the largest, so a maximum keeps it."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def dot(left, right, float32_products: tl.constexpr = FLOAT32_PRODUCTS):
-    """The matrix product: in int32 for int8 tiles, else in float32, with the precision of the tiles."""
+    """The matrix product: in int32 for int8 tiles, else in float32. `float32_products`: precision for float32 tiles."""
     if left.dtype == tl.int8:
         return tl.dot(left, right, out_dtype=tl.int32)
     if INTERPRETED:
@@ -61,26 +61,26 @@ def dot(left, right, float32_products: tl.constexpr = FLOAT32_PRODUCTS):
 
 @triton.jit
 def load_row(p_row, o_t, m_t, stride, other):
-    """One number for each position o_t."""
+    """Load one number for each position o_t, `other` outside the mask."""
     return tl.load(p_row + o_t.to(tl.int64) * stride, mask=m_t, other=other)
 
 
 @triton.jit
 def load_tile(p_tile, o_t, m_t, stride, o_d, m_d):
-    """A vector (numbers o_d) for each position o_t, 0 outside the masks."""
+    """Load a vector (components o_d) for each position o_t, 0 outside the masks."""
     return tl.load(p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :], m_t[:, None] & m_d[None, :], 0.0)
 
 
 @triton.jit
 def store_tile(p_tile, o_t, m_t, stride, o_d, m_d, b_tile):
-    """Store what `load_tile` would load, in the type of the pointer."""
+    """Store a tile where `load_tile` would load it, in the type of the pointer."""
     p_out = p_tile + o_t[:, None].to(tl.int64) * stride + o_d[None, :]
     store_rounded(p_out, b_tile, m_t[:, None] & m_d[None, :])
 
 
 @triton.jit
 def finite(top):
-    """A running maximum that can be subtracted: 0 while there is none."""
+    """A running maximum that can be subtracted: 0 where it is infinite."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 

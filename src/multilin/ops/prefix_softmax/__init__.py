@@ -42,31 +42,31 @@ def prefix_softmax(
 
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
 
-    Logits are shifted by a running maximum, so any finite logit is safe, and -inf is a token without weight (padding).
-    A position that reads only such tokens gets 0. If nearly all of a window's weight is on one token, the gradient of
-    its logit has an error of 1e-7 of dy v.
+    A running maximum is subtracted from the logits, so any finite logit is safe. A token of logit -inf (padding) has
+    no weight; a position that reads only such tokens gets 0. If one token has nearly all the weight of a window, the
+    gradient of that token's logit is off by about 1e-7 times dy . v.
 
     Args:
         logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.
         values: (B, T, H, D) to be averaged.
         window: number of tokens read, the current one included; None reads the whole past.
-        own_logits: (B, T, H) logits with which each position reads its own value once more; later positions do not see
-            them. None reads it once only. Not with a window or a null token.
-        null_logit: logit of one more token of value 0 that every position reads (adds e^null_logit to the denominator).
-        state: returned by an earlier call; its tokens are read first. A window may lie in a ring.
-        starts: (B, T) True where a new text begins: nothing before it, the state included, is read from there on.
-        needs_state: False if the sequence ends here: no state is built, and None is returned for it.
+        own_logits: (B, T, H) logits with which each position reads its own value a second time; later positions do not
+            see these logits. None: no second time. Not allowed with a window or a null token.
+        null_logit: logit of an extra token of value 0 that every position reads (adds e^null_logit to the denominator).
+        state: the state that an earlier call returned; its tokens are read first. With a window it may be a `Ring`.
+        starts: (B, T) True where a new text begins; its positions read neither the state nor tokens before the start.
+        needs_state: False if the sequence ends here: None is returned in place of the state.
 
     Returns:
-        The means (B, T, H, D) in the dtype of `values`, and the state after the last token: one summary token, whose
-        logit is float64, or the last window - 1 tokens, else in float32 (float64 if an input is float64); from a ring,
-        the new tokens only.
+        The means (B, T, H, D) in the dtype of `values`, and the state after the last token. Without a window, the state
+        is one summary token, whose logit is float64; with a window, the last window - 1 tokens; for a ring, only the
+        new tokens. Its other numbers are float32 (float64 if an input is float64).
 
     Raises:
         InputError: a window below 1, own_logits with a window or null_logit, or shapes that do not fit.
 
     Cost: O(B T H D) time and memory, whatever the window.
-    Source: "Additive Attention Is All You Need?" (mtanghu), equations 5 and 9, in the shape of a running summary.
+    Source: "Additive Attention Is All You Need?" (mtanghu), equations 5 and 9, computed as a running summary.
     """
     if window is not None and window < 1:
         raise InputError(f"window: {window} given, but it must be at least 1, or None for the whole past")
@@ -74,7 +74,7 @@ def prefix_softmax(
         reference.check_own_term(window, null_logit)
     if values.shape[:3] != logits.shape:
         raise InputError(
-            f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
+            f"values: shape {tuple(values.shape)} given, but it must begin with logits' shape {tuple(logits.shape)}"
         )
     (B, T, H, D), S = values.shape, 1 if window is None else window - 1
     check_shapes(("own_logits", own_logits, (B, T, H)), ("starts", starts, (B, T)))
@@ -86,7 +86,7 @@ def prefix_softmax(
                 logits, values, window=window, own_logits=own_logits, null_logit=null_logit,
                 state=state, starts=starts, needs_state=needs_state,
             )  # fmt: skip
-    # A conversion to the same dtype does no work but is a call of PyTorch, and one token takes only microseconds.
+    # `to` does no work if the dtype is the same, but the call takes noticeable time beside a single token.
     dtype = torch.float64 if torch.float64 in (logits.dtype, values.dtype) else torch.float32
     if logits.dtype is not dtype:
         logits = logits.to(dtype)
@@ -112,11 +112,11 @@ def prefix_softmax(
 def _read_ring(
     logits: Tensor, values: Tensor, ring: Ring, window: int | None, null_logit: float | None
 ) -> tuple[Tensor, reference.PrefixSoftmaxWindow]:
-    """Means, and the new tokens for the ring."""
+    """The means of new tokens that read a ring, and the new tokens to put into the ring."""
     assert window is not None
     new = reference.PrefixSoftmaxWindow(logits, values.to(logits.dtype))
     if logits.shape[1] == 1 and not is_exported():
-        # One token reads all kept tokens, in any order.
+        # A single new token reads all tokens of the ring, so their order does not matter.
         options = {"window": ring.num_slots + 1, "null_logit": null_logit, "state": ring.tokens, "needs_state": False}
         return prefix_softmax(logits, values, **options)[0], new
     means = portable.from_ring(logits, values, ring, window=window, null_logit=null_logit)

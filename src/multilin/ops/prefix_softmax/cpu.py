@@ -1,8 +1,8 @@
 """Start the CPU kernels of the prefix softmax: allocate results, describe the task, and divide the work.
 
-Work is divided by texts and, where there are fewer texts than threads, by time. Dividing it by heads was measured at
-1.2 to 2.4 times the work, because every thread then reads memory in short pieces. Kernels take addresses because rows
-may lie apart, as slices of a fused projection do: a copy would cost as much as the kernel. Inside a row, heads and
+Work is divided by texts and, where there are fewer texts than threads, by time. Division by heads costs 1.2 to 2.4
+times as much, because every thread then reads memory in short pieces. Kernels take addresses and strides, so that rows
+may lie apart, as in a slice of a fused projection; a copy would cost as much as the kernel. Inside a row, heads and
 components are contiguous.
 """
 
@@ -28,15 +28,15 @@ TENSORS = (
 _STRIDES = {name: (f"{name}_batch", f"{name}_row") for name in TENSORS}
 _SIZES = (
     "num_time", "num_heads", "width",  # T, H, D
-    "num_parts",  # of the time of a text, which run at the same time; the number of pieces is its square
-    "part",  # the part of a kernel's call, or its piece
+    "num_parts",  # parts of each text's time, which run in parallel; there are num_parts ** 2 pieces
+    "part",  # the part, or the piece, that this call of a kernel computes
     "window",  # tokens read, for the windowed kernels
-    "is_gated",  # 1 where y is not the running mean itself: an own term, a null token, rounding to bf16
+    "is_gated",  # 1 if y is not the running mean itself: own term, null token, or rounding to bf16
 )  # fmt: skip
 
 
 class Task(ctypes.Structure):
-    """Arguments of a kernel. A tensor is its address, 0 if absent, and the bytes between texts and positions."""
+    """Arguments of a kernel. A tensor is its address (0 if absent), and its strides over texts and positions."""
 
     _fields_ = [
         *((field, ctypes.c_int64) for name in TENSORS for field in (name, *_STRIDES[name])),
@@ -46,12 +46,12 @@ class Task(ctypes.Structure):
 
 
 def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> Tensors:
-    """Empty tensors that the backward pass reads besides inputs and means.
+    """Allocate the tensors that the forward pass fills for the backward pass, besides inputs and means.
 
     Returns:
-        weights: (B, kinds, T, H) in float32, all of them in [0, 1].
-        checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before every ROWS positions and at the
-            end; empty with a window.
+        weights: (B, kinds of weights, T, H) in float32, all in [0, 1].
+        checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before each block of ROWS positions, and
+            after the last one; empty with a window.
         rounding: (B, T, H, D), exact mean minus bf16 mean; empty without a window and in float32.
     """
     (B, T, H, D), device = values.shape, values.device
@@ -71,8 +71,8 @@ def forward(
     """Run the forward kernels.
 
     Returns:
-        The means; with `needs_state` logits and values of the summary token after them, else None; with `keeps` the
-        tensors of `empty_kept`, else None.
+        The means; logits and values of the summary token after them, None without `needs_state`; and the tensors of
+        `empty_kept`, None without `keeps`.
     """
     B, T, H, D = values.shape
     means = torch.empty(B, T, H, D, dtype=values.dtype)
@@ -96,7 +96,7 @@ def backward(
     own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: Tensors, window: int | None, null: float,
     gradients: Tensors,
 ) -> None:  # fmt: skip
-    """Fill in the gradients of all inputs of `forward`."""
+    """Compute the gradients of all inputs of `forward`, into `gradients`."""
     weights, checkpoints, rounding = kept
     dlogits, dvalues, down, dstate_logits, dstate_values = gradients
     _launch(
@@ -151,7 +151,7 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
 
 
 def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) -> int:
-    """Parts into which time is cut: enough for all threads, if there are fewer texts than threads."""
+    """The number of parts into which time is cut: with fewer texts than threads, enough parts for all threads."""
     parts = -(-threads // max(num_batch, 1))
     if window is not None:
         return min(parts, -(-num_time // window))

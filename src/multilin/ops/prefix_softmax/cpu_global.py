@@ -2,24 +2,24 @@
 
 Forward: with weights w, a (see `prefix_weights`), the running mean is m_t = a_t m_(t-1) + w_t v_t and
 
-    y_t = g_t m_t + o_t x_t            g, o: weights of the past and of x_t = v_t, the own term, or 0, the null token
+    y_t = g_t m_t + o_t x_t            x_t: v_t for an own term, 0 for a null token; g, o: the weights of m_t and x_t
 
-Without own term and null token y is the mean. Backward, descending in time:
+Without own term and null token, y is m. Backward, descending in time:
 
     S_t = g_t dy_t + a_(t+1) S_(t+1)            dv_t = w_t S_t + o_t dy_t (own term)
     z_t = S_t . (v_t - m_(t-1))                 p_t = g_t o_t dy_t . (x_t - m_t)
     C_t = -p_t + a_(t+1) (C_(t+1) - w_(t+1) z_(t+1))
     dl_t = w_t (a_t z_t + C_t)                  down_t = p_t
 
-C_t sums the terms of S_t, each times the distance of the mean m_t from the y of its position. So tokens are compared
-with means component by component, and where one token has nearly all the weight the differences are 0, not the rounding
-error of two large sums. Where y is the mean in float32, y is read. Else only one mean in ROWS is stored, and the others
-are computed again from it. The gradient of the state is S and C before the first position.
+S_t has a term for each position s >= t. C_t is the sum of the same terms, each multiplied by m_t - y_s. So tokens are
+compared with means component by component: if one token has nearly all the weight, the differences are 0, not the
+rounding error of two large sums. If y is m in float32, the backward pass reads y. Else one mean in ROWS is stored, from
+which it computes the others again. The gradient of the state is S and C before the first position.
 
-Rounding does not add up over a long text, see `cpu_sums`: the running sums are m and S, and C is in float64.
+Rounding errors do not add up over a long text: m and S are summed as in `cpu_sums`, and C is in float64.
 
-With fewer texts than threads, time is cut into parts, one for each thread, and parts into pieces. The first launch sums
-up the pieces; the second combines them into the past of each part, or backward its future.
+With fewer texts than threads, time is cut into one part per thread, and each part into pieces. A first launch
+summarises each piece. A second launch merges the summaries before each part (backward: after it) and computes the part.
 """
 
 import numpy as np
@@ -58,12 +58,12 @@ from multilin.ops.prefix_softmax.cpu_sums import (
     zeros_beside,
 )
 
-W, A, G, O = range(4)  # noqa: E741 - kinds of weights; the last two exist where y is not simply the mean
+W, A, G, O = range(4)  # noqa: E741 - kinds of weights; G and O exist only where y is not simply m
 
 
 @njit(**SCALARS)
 def gate(task, first, tops, totals, others, g, o):
-    """Weights g of the past and o of the own term or the null token; `others` is scratch (2, rows, H)."""
+    """Compute the weights g of the mean and o of the own term or the null token; `others` is scratch (2, rows, H)."""
     num_rows, num_heads = g.shape
     other_tops, other_totals = others[0, :num_rows], others[1, :num_rows]
     for i in range(num_rows):
@@ -77,7 +77,7 @@ def gate(task, first, tops, totals, others, g, o):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
-    """Add one token to the sum `new` and to the weights of the past, see `move_on`; and y, except for a summary."""
+    """Add one token to `new`, `lost` and `left` (see `move_on`); unless for a summary, also compute y."""
     H, D = new.shape
     for h in range(H):
         weight, decay, gate, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
@@ -95,7 +95,7 @@ def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summ
 
 @njit(forceinline=True, **SCALARS)
 def forward_rows(task, values, first, last, top, total, mean, is_summary):
-    """Means of positions first <= t < last, from the state top, total, mean, in float64, which is updated."""
+    """Compute the means of positions first <= t < last; top, total, mean are the state before them, and are updated."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.own != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     keeps = task.weights != 0 and not is_summary
@@ -126,7 +126,7 @@ def forward_rows(task, values, first, last, top, total, mean, is_summary):
 
 
 def forward_summaries(tasks, values, index, sources):
-    """First launch, for text and piece `index`: top, total and mean, and whether the piece lets the past through."""
+    """First launch: store top, total and mean of the piece that `index` selects, and whether no text starts in it."""
     task = task_of(tasks, index, True)
     piece = task.part
     numbers, rounded_mean = summary(task, piece)
@@ -145,7 +145,7 @@ def forward_summaries(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
-    """Merge a state of head h, if it passes, with a token that stands for all tokens after it."""
+    """Merge the state of head h with one token that stands for all later tokens; if not `passes`, replace it."""
     highest = max(top[h] if passes else LOWEST, new_top)
     past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
     new = new_total * exp_negative(new_top - highest)
@@ -156,7 +156,7 @@ def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
 
 
 def forward(tasks, values, index, sources):
-    """Means and final state of text and part `index`."""
+    """Compute the means of the part that `index` selects, and the final state."""
     task = task_of(tasks, index, False)
     num_heads, part, num_parts = task.num_heads, task.part, task.num_parts
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
@@ -189,7 +189,7 @@ def forward(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def compute_means(task, values, first, means, w, a):
-    """means[0] is m before row `first`, a checkpoint, and means[i + 1] that of row first + i."""
+    """Set means[0] to m before row `first`, which is a checkpoint, and means[i + 1] to m at row first + i."""
     H, D = task.num_heads, task.width
     assign(means[0], checkpoint(task, first // ROWS))
     for i in range(w.shape[0]):
@@ -205,10 +205,10 @@ def compute_means(task, values, first, means, w, a):
 def back_row(
     later, lost, left, new, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i
 ):
-    """One position backward: C and the rows' share of S are updated. A summary is S and C alone.
+    """Go back by one position: update C, and `new`, the rows' share of S; unless for a summary, store gradients.
 
-    The mean before the position begins at number `old` of `means`; if gated, the mean after it follows. Heads descend
-    like time: the other order costs twice the time.
+    The mean before the position begins at element `old` of `means`; if gated, the mean after the position follows.
+    Heads are in descending order, like positions: ascending order takes twice as long.
     """
     H, D = new.shape
     for h in range(H - 1, -1, -1):
@@ -235,7 +235,7 @@ def back_row(
 
 @njit(forceinline=True, **SCALARS)
 def backward_rows(task, values, first, last, S, C, is_summary):
-    """Gradients of positions first <= t < last, from S and C of the later ones, in float64, which are updated."""
+    """Compute gradients of positions first <= t < last; S and C of the later positions, in float64, are updated."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.down != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     p_dmeans, dmeans_row, p_dvalues, dvalues_row = task.dmeans, task.dmeans_row, task.dvalues, task.dvalues_row
@@ -272,7 +272,7 @@ def backward_rows(task, values, first, last, S, C, is_summary):
 
 
 def backward_summaries(tasks, values, index, sources):
-    """First launch, for text and piece `index`, counted from the second part: S and C without the later pieces."""
+    """First launch: store S, C and decay of the piece that `index` selects; pieces of the first part are skipped."""
     task = task_of(tasks, index, True)
     piece = task.part + task.num_parts
     (numbers, rounded_S), num_heads = summary(task, piece), task.num_heads
@@ -289,7 +289,7 @@ def backward_summaries(tasks, values, index, sources):
 
 
 def backward(tasks, values, index, sources):
-    """Gradients of text and part `index`."""
+    """Compute the gradients of the part that `index` selects."""
     task = task_of(tasks, index, False)
     num_heads, width, part, num_parts = task.num_heads, task.width, task.part, task.num_parts
     S, C = np.zeros((num_heads, width), np.float64), np.zeros((1, num_heads), np.float64)
@@ -297,7 +297,7 @@ def backward(tasks, values, index, sources):
         assign(S, floats(task.dfinal_values, num_heads, width))
         assign(C, floats(task.dfinal_logits, 1, num_heads))
     for piece in range(num_parts * num_parts - 1, (part + 1) * num_parts - 1, -1):
-        # C is relative to the mean after the piece, and is changed to be relative to the mean before it.
+        # C refers to the mean after the piece; here it is changed to refer to the mean before the piece.
         numbers, piece_S = summary(task, piece)
         first, last = piece_bounds(task, piece)
         before, after = checkpoint(task, first // ROWS), checkpoint(task, (last + ROWS - 1) // ROWS)

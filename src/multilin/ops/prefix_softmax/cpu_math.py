@@ -1,10 +1,10 @@
 """Steps that the CPU kernels of the prefix softmax share: rows in memory, alias names, weights of running means.
 
-A kernel has two stages for some positions. The first turns logits into weights in [0, 1], (rows, H) scalars with the
-heads in the SIMD lanes; text starts, padding, windows and the null token exist there only. The second works on vectors,
-only by multiplications and additions with these weights.
+A kernel computes a group of positions in two stages. The first stage turns logits into weights in [0, 1]: (rows, H)
+scalars, with the heads in the SIMD lanes. Only it knows text starts, padding, windows and the null token. The second
+stage multiplies vectors by these weights and adds them.
 
-Names: `i` row of the positions at hand, `h` head, `d` component, `k` component of all heads together.
+Names: `i` row of the group, `h` head, `d` component of a head, `k` component of all heads together.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from multilin.ops.prefix_softmax.cpu import TENSORS, Task
 TASK_SIZE, NUM_TENSORS = ctypes.sizeof(Task), len(TENSORS)
 
 # Names of arrays for `get` and `put`. The compiler vectorises a loop only if its stores cannot change its loads, and
-# checking that in every row took longer than the work. An array must have one name throughout a kernel:
+# checking that in every row took longer than the work. A kernel must always use the same name for an array:
 # tests/ops/test_prefix_softmax_names.py runs the kernels in Python and compares all addresses.
 NAMES = (
     "values", "means", "dmeans", "dvalues", "past", "running", "later", "rounding", "logits", "top", "total", "tops",
@@ -42,7 +42,7 @@ NAMES = (
 
 @intrinsic
 def rounded_like(typing_context, number, array):
-    """A float32 after it was stored in the array and read again."""
+    """The value that a float32 has after it was stored in the array and read again."""
 
     def generate(context, builder, signature, arguments):
         number = arguments[0]
@@ -64,7 +64,7 @@ def _mark(module, instruction, name):
 
 @intrinsic(prefer_literal=True)
 def get(typing_context, array, index, name):
-    """Number `index` of a contiguous array; bf16 in float32. Arrays of different names never overlap (see `NAMES`)."""
+    """Load an element of a contiguous array, bf16 as float32. Arrays of different names never overlap (see `NAMES`)."""
 
     def generate(context, builder, signature, arguments):
         number = builder.load(_element(context, builder, array, *arguments[:2]))
@@ -77,7 +77,7 @@ def get(typing_context, array, index, name):
 
 @intrinsic(prefer_literal=True)
 def put(typing_context, array, index, number, name):
-    """Store number `index` of a contiguous array. Arrays of different names never overlap (see `NAMES`)."""
+    """Store a number in a contiguous array. Arrays of different names never overlap (see `NAMES`)."""
 
     def generate(context, builder, signature, arguments):
         number = to_bf16(builder, arguments[2]) if array.dtype == types.uint16 else arguments[2]
@@ -91,9 +91,9 @@ def put(typing_context, array, index, number, name):
 
 @njit
 def task_of(tasks, index, is_summary):
-    """The task of the piece of work `index`, with its part of the time and the tensors of its text.
+    """The task for one `index` of a launch, with its part (or piece) of the time and the tensors of its text.
 
-    It is a copy with its own memory; for index 0 it is the given task, the first part of the first text.
+    It is a copy in separate memory; for index 0, it is the given task itself, the first part of the first text.
     """
     copies = carray(tasks, (index + 1,))
     if index > 0:
@@ -117,7 +117,7 @@ def row(values, address, num_heads, width):
 
 @njit
 def weights(task, kind, first, num_rows):
-    """Rows of one kind of the weights kept for the backward pass, (rows, H)."""
+    """Rows of one kind of weights, among the weights kept for the backward pass, (rows, H)."""
     return floats(task.weights + 4 * task.num_heads * (kind * task.num_time + first), num_rows, task.num_heads)
 
 
@@ -135,14 +135,14 @@ def larger(x, y):
 
 @njit(**SCALARS)
 def exponentials(numbers):
-    """e^x of numbers <= 0, in place."""
+    """Replace each number x <= 0 by e^x."""
     for i in range(numbers.size):
         numbers[i] = exp_negative(numbers[i])
 
 
 @njit(forceinline=True, **SCALARS)
 def raise_top(logits, forgets, top, new, old, tops, i):
-    """Row i: running maximum, and the exponents of the new weight and of the factor for the old ones."""
+    """In row i, update the running maximum; store the logs of the new weight and of the factor for the old weights."""
     for h in range(top.size):
         j = i * top.size + h
         before, x = LOWEST if forgets else get(top, h, "top"), get(logits, h, "logits")
@@ -155,9 +155,9 @@ def raise_top(logits, forgets, top, new, old, tops, i):
 
 @njit(forceinline=True, **SCALARS)
 def share_out(total, new, old, totals, w, a, i):
-    """Row i: e^(l - top) and e^(old top - top) become weights w, a in the new total, which is kept in float64.
+    """In row i, turn e^(l - top) and e^(old top - top) into the weights w and a; the total is kept in float64.
 
-    The weight of the past is computed directly, not as 1 - w, which would lose it after a large logit.
+    The weight a of the past is computed directly: 1 - w would round it to 0 after a large logit.
     """
     for h in range(total.size):
         j = i * total.size + h
@@ -172,10 +172,10 @@ def share_out(total, new, old, totals, w, a, i):
 
 @njit(**SCALARS)
 def prefix_weights(task, block, first, top, total, scratch, tops, totals, w, a):
-    """w_t = e^(l_t - L_t), a_t = e^(L_(t-1) - L_t) of rows `first`..., L_t the log of the total weight up to t.
+    """Compute w_t = e^(l_t - L_t), a_t = e^(L_(t-1) - L_t) from row `first` on; L_t: log of the total weight up to t.
 
     The past is forgotten at text starts and, if `block` is not 0, at block starts; `first` is the start of a block.
-    `top` and `total` hold L between calls, `tops` and `totals` (rows, H) receive it.
+    `top` and `total` hold L from one call to the next; `tops` and `totals` (rows, H) receive L of every row.
     """
     num_rows, num_heads = tops.shape
     new, old, offset = scratch[0, :num_rows], scratch[1, :num_rows], 0 if block != 0 else 1
@@ -191,7 +191,7 @@ def prefix_weights(task, block, first, top, total, scratch, tops, totals, w, a):
 
 @njit(**SCALARS)
 def merge_weights(tops, totals, other_tops, other_totals, null, g, s):
-    """Weights of two sources at all positions, prefix g and suffix s, next to a null token of logit `null`."""
+    """Compute the weights g of prefixes and s of suffixes at all positions, beside a null token of logit `null`."""
     has_null = null > NOTHING
     for j in range(g.size):
         x, y = get(tops, j, "tops"), get(other_tops, j, "other tops")

@@ -1,12 +1,12 @@
 """CPU kernels of the prefix softmax over a window of k tokens, in time that does not depend on k.
 
-Time is cut in blocks of k (van Herk, Gil-Werman): the window of a position at offset r of block c is the prefix of c up
-to r, and the suffix of block c - 1 from r + 1 on. Prefix means m restart in every block, with weights w, a (see
-`prefix_weights`). Suffix means go backward through a block with weights u, b, V_r = b_r V_(r+1) + u_r v_r, and
+Time is cut into blocks of k (van Herk, Gil-Werman). The window of a position at offset r of block c is a prefix of c,
+up to r, and a suffix of block c - 1, from r + 1 on. Prefix means m start anew in every block, with weights w, a (see
+`prefix_weights`). Suffix means V go backward through a block, with weights u, b: V_r = b_r V_(r+1) + u_r v_r. Together,
 
     y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
-A text start restarts the prefix; h is 0 after it; and tokens before the last start of a block have u = 0, b = 1.
+After a text start in a block, prefixes begin there and h = 0; tokens before its last text start have u = 0, b = 1.
 
 Backward, block by block from the last one, with d_t = dy_t . y_t:
 
@@ -14,7 +14,7 @@ Backward, block by block from the last one, with d_t = dy_t . y_t:
     B_r = b_(r-1) B_(r-1) + h_s dy_s, s: offset r - 1 of block c + 1    ascending
     dv_t = w_t A_t + u_t B_r        dl_t = v_t . dv_t - (w_t RA_t + u_t RB_r)
 
-RA, RB: the same with g d and h d. This is the forward computation in reverse, so every factor is in [0, 1].
+RA and RB are A and B with d in place of dy. This is the forward computation in reverse: every factor is in [0, 1].
 """
 
 import numpy as np
@@ -36,13 +36,13 @@ from multilin.ops.prefix_softmax.cpu_math import (
     weights,
 )
 
-GROUP = 64  # positions whose weights are computed together, or one block if it is longer
+GROUP = 64  # positions whose weights are computed together; a longer block is one group
 W, A, U, B, G, H = range(6)  # kinds of weights
 
 
 @njit(**SCALARS)
 def suffix_weights(task, first, scratch, tops, totals, u, b):
-    """u_r = e^(l_r - Q_r), b_r = e^(Q_(r+1) - Q_r) of whole blocks, Q_r the log of the total weight from r on."""
+    """Compute u_r = e^(l_r - Q_r), b_r = e^(Q_(r+1) - Q_r) of whole blocks; Q_r: log of the total weight from r on."""
     num_rows, num_heads = tops.shape
     new, old = scratch[0, :num_rows], scratch[1, :num_rows]
     top, total = np.full(num_heads, LOWEST, np.float32), np.zeros(num_heads, np.float64)
@@ -64,7 +64,7 @@ def suffix_weights(task, first, scratch, tops, totals, u, b):
 
 @njit(**SCALARS)
 def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, g, h):
-    """Weights of prefix and suffix in rows from `first`; rows of the suffixes count from `before`."""
+    """Compute the weights g, h of prefix and suffix from row `first` on; the suffixes' row 0 is position `before`."""
     num_rows, num_heads = g.shape
     other_tops, other_totals = others[0, :num_rows], others[1, :num_rows]
     is_cut, offset = False, 0
@@ -87,7 +87,7 @@ def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, 
 
 @njit(forceinline=True, **SCALARS)
 def compute_suffixes(task, values, first, before, u, b, suffix):
-    """suffix[r] becomes V_r of the block at `first`, for r > 0, with weights whose rows count from `before`."""
+    """Set suffix[r], r > 0, to V_r of the block at `first`; row 0 of the weights u, b is position `before`."""
     num_heads, width, k, p_values, values_row = task.num_heads, task.width, task.window, task.values, task.values_row
     for r in range(k - 1, 0, -1):
         v = row(values, p_values + values_row * (first + r), num_heads, width)
@@ -100,7 +100,7 @@ def compute_suffixes(task, values, first, before, u, b, suffix):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
-    """Add a token to the prefix mean; y is merged from this mean and suffix r + 1."""
+    """Add a token to the prefix mean, and merge this mean with suffix r + 1 into y."""
     H, D = mean.shape
     later = (r + 1) * H * D
     for h in range(H):
@@ -116,14 +116,14 @@ def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
 
 @njit
 def part_bounds(task):
-    """First position of the part of time, and the one after its last; multiples of the window, but for the end."""
+    """First position of the part of time, and the position after its last; multiples of the window, except the end."""
     blocks, k, part = (task.num_time + task.window - 1) // task.window, task.window, task.part
     return blocks * part // task.num_parts * k, min(task.num_time, blocks * (part + 1) // task.num_parts * k)
 
 
 @njit(**SCALARS)
 def forward_blocks(task, values, first, before, mean, suffix, w, a, u, b, g, h):
-    """Means of blocks from `first`, with these weights; rows of u and b count from `before`; suffix[k] stays 0."""
+    """Compute the means of blocks from `first` on; row 0 of u and b is position `before`; suffix[k] stays 0."""
     num_heads, width, keeps_rounding = task.num_heads, task.width, task.rounding != 0
     p_values, p_means, p_rounding = task.values, task.means, task.rounding
     values_row, means_row, rounding_row = task.values_row, task.means_row, task.rounding_row
@@ -141,7 +141,7 @@ def forward_blocks(task, values, first, before, mean, suffix, w, a, u, b, g, h):
 
 
 def forward(tasks, values, index, sources):
-    """Means of text and part `index`."""
+    """Compute the means of the part that `index` selects."""
     task = task_of(tasks, index, False)
     num_heads, k, T = task.num_heads, task.window, task.num_time
     first, last = part_bounds(task)
@@ -166,7 +166,7 @@ def forward(tasks, values, index, sources):
         gate(task, s, before, tops, totals, suffix_tops, suffix_totals, scratch[12:], g, h)
         forward_blocks(task, values, s, before, mean, suffix, w, a, u, b, g, h)
     if task.weights != 0 and last == T:
-        # No block comes after the last one to read its suffixes.
+        # No later block reads the suffixes of the last block.
         last_block = (T - 1) // k * k
         weights(task, U, last_block, T - last_block)[:] = ZERO
         weights(task, B, last_block, T - last_block)[:] = ZERO
@@ -174,7 +174,7 @@ def forward(tasks, values, index, sources):
 
 @njit(**DOTS)
 def compute_dots(task, values, first, num_rows, dots):
-    """dy . y of rows from `first`."""
+    """Compute dy . y of `num_rows` rows from `first` on."""
     num_heads, width = task.num_heads, task.width
     for i in range(num_rows):
         dy = row(values, task.dmeans + task.dmeans_row * (first + i), num_heads, width)
@@ -191,12 +191,12 @@ def compute_dots(task, values, first, num_rows, dots):
 
 @njit(**DOTS)
 def gather_later(task, values, first, later, later_dots, dots):
-    """B_r and RB_r of the block at `first`, from gradients of the one after it, whose dots these are; row 0 is 0."""
+    """Compute B_r, RB_r of the block at `first` from gradients and `dots` of the next block; row 0 stays 0."""
     num_heads, width, p_dmeans, dmeans_row = task.num_heads, task.width, task.dmeans, task.dmeans_row
     b, h = weights(task, B, 0, task.num_time), weights(task, H, 0, task.num_time)
     for r in range(1, task.window):
         t = first + task.window + r - 1
-        # Past the end of the last block there is nothing to add: a row times 0.
+        # After the last position there is nothing to add: row 0 with weight 0 stands in.
         dy = row(values, p_dmeans + dmeans_row * (t if t < task.num_time else 0), num_heads, width)
         for head in range(num_heads):
             decay, new = b[first + r - 1, head], (r * num_heads + head) * width
@@ -209,7 +209,7 @@ def gather_later(task, values, first, later, later_dots, dots):
 
 @njit(forceinline=True, **DOTS)
 def back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_rounding, dots, dlogits, t, r):
-    """Position t, row r of its block. S (A above) and R come from later positions; they are passed on times a."""
+    """Gradients of position t, row r of its block. S and R, which are A and RA above, are passed on, times a_t."""
     H, D = S.shape
     B_r = r * H * D
     for h in range(H - 1, -1, -1):
@@ -232,7 +232,7 @@ def back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_ro
 
 @njit(**DOTS)
 def backward_block(task, values, first, S, R, later, later_dots, dots):
-    """Gradients of the block at `first`."""
+    """Compute the gradients of the block at `first`."""
     num_heads, width, T, has_rounding = task.num_heads, task.width, task.num_time, task.rounding != 0
     p_values, p_means, p_rounding = task.values, task.means, task.rounding
     values_row, means_row, rounding_row = task.values_row, task.means_row, task.rounding_row
@@ -249,11 +249,11 @@ def backward_block(task, values, first, S, R, later, later_dots, dots):
 
 
 def backward(tasks, values, index, sources):
-    """Gradients of text and part `index`."""
+    """Compute the gradients of the part that `index` selects."""
     task = task_of(tasks, index, False)
     num_heads, width, k, T = task.num_heads, task.width, task.window, task.num_time
     first, last = part_bounds(task)
-    # The weight a of the first token of a block is 0: it forgets S and R of the block after it.
+    # The first token of a block has a = 0, so S and R are 0 again when the block before it begins.
     S, R = np.zeros((num_heads, width), np.float32), np.zeros(num_heads, np.float32)
     later, later_dots = np.zeros((k, num_heads, width), np.float32), np.zeros((k, num_heads), np.float32)
     dots, turn = np.zeros((2, k, num_heads), np.float32), 0

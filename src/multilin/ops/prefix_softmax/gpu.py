@@ -1,7 +1,7 @@
 """Start the GPU kernels of the running softmax mean: divide the work, allocate results and scratch.
 
-The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Over the whole past, each value is read
-once forward, or twice if time is cut because texts and heads are few; with a window, two to four times.
+The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Without a window, each value
+is read once forward, or twice if time is cut because texts and heads are few. With a window, it is two to four times.
 """
 
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule, dense_rows
 
-CHUNK = 64  # positions that are compared pair by pair, and from one mean kept for the backward pass to the next
-MAX_PARTS = 64  # of one text's time
-WIDEST = 2**13  # numbers per head: one program of a step holds them all
+CHUNK = 64  # positions of a chunk: all its pairs are compared, and a mean is kept for the backward pass
+MAX_PARTS = 64  # parts of one text's time
+WIDEST = 2**13  # numbers per head: one program of `step` holds all of them
 _Tensors = tuple[Tensor | None, ...]
 _forwards = LazyModule("multilin.ops.prefix_softmax.gpu_forward")
 _backwards = LazyModule("multilin.ops.prefix_softmax.gpu_backward")
@@ -23,21 +23,21 @@ _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 def refuses(values: Tensor, *_: object) -> str | None:
     """The reason why the kernels do not take a call, or None."""
     if values.shape[-1] > WIDEST:
-        return f"heads are {values.shape[-1]} wide, and it takes at most {WIDEST}"
+        return f"heads are {values.shape[-1]} wide, but it takes at most {WIDEST}"
     if 0 in values.shape:
         return f"values of shape {tuple(values.shape)} are empty"
     return None
 
 
 def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: float) -> tuple[Tensor, ...]:
-    """Empty float32 tensors that the backward pass reads besides the inputs.
+    """Allocate the float32 tensors that the forward pass fills for the backward pass.
 
     Returns:
         rows: (2, B, H, T) the largest logit that each position reads, +inf where it reads nothing; and 1 / sum of
             exp(logit - largest), 0 where it reads nothing.
-        past: (2, B, H, T / CHUNK + 1) maximum, and total of exp(logit - maximum), of all before every chunk and at the
-            end; empty with a window.
-        past_means: (B, H, T / CHUNK + 1, D) the means likewise.
+        past: (2, B, H, T / CHUNK + 1) the largest logit of all tokens before each chunk, and the sum of
+            exp(logit - largest). The last entry is for all tokens. Empty with a window.
+        past_means: (B, H, T / CHUNK + 1, D) the means of the same tokens.
     """
     B, T, H, D = values.shape
     slots = 0 if window is not None else -(-T // CHUNK) + 1
@@ -45,19 +45,19 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
 
 
 class Plan(NamedTuple):
-    """Division of one call's work."""
+    """How the work of one call is divided."""
 
     batch: int  # number of texts
-    width: int  # numbers of the slice of D that one program takes
+    width: int  # of the slice of D that one program takes
     splits: int  # number of slices
     parts: int  # number of parts of the time
-    length: int  # positions of a part; with a window a chunk
-    whole: int  # parts before a part's own that all of its positions read as a whole; at most all
-    apart: int  # with a window: positions from a chunk to the oldest one that its positions may read
+    length: int  # positions of a part; with a window, a part is one chunk
+    whole: int  # the most parts before a part that all of its positions read completely
+    apart: int  # with a window: positions from the oldest chunk that a chunk reads to the chunk
 
 
 def plan(values: Tensor, window: int | None) -> Plan:
-    """Over the whole past as few parts as fill the card, since a program reads time in order."""
+    """Divide the work; without a window, into as few parts as fill the GPU, since a program reads time in order."""
     B, T, H, D = values.shape
     processors = _launch.num_processors(values.device)
     width = _launch.block_of(D, 128)
@@ -76,9 +76,9 @@ def plan(values: Tensor, window: int | None) -> Plan:
 
 
 def _constants(cut: Plan) -> dict[str, int]:
-    """Constants of all kernels over parts of time.
+    """Constants of all kernels that compute parts of time.
 
-    On an H200 4 warps and 2 stages are by far the fastest with windows; without, no other choice is 5 % faster.
+    On an H200, 4 warps and 2 stages are by far the fastest with windows. Without, no other choice is 5 % faster.
     """
     return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "num_warps": 4, "num_stages": 2}
 
@@ -93,7 +93,7 @@ def forward(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> _Tensors:  # fmt: skip
-    """Run the forward kernels; results as in `cpu.forward`. A state with a window is for a single position."""
+    """Run the forward kernels; results as in `cpu.forward`. With a window, a state is only for a single position."""
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1
@@ -143,7 +143,7 @@ def backward(
     own: Tensor | None, starts: Tensor | None, means: Tensor | None, kept: tuple[Tensor, ...], window: int | None,
     null: float, gradients: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    """Fill in the gradients of all inputs of `forward`."""
+    """Compute the gradients of all inputs of `forward`, into `gradients`."""
     B, T, H, D = values.shape
     cut, texts, rows, past = plan(values, window), _texts(starts), (*kept[0],), (*kept[1], kept[2])
     constants, kind, grid = _constants(cut), _kind(cut, window), (cut.splits * H * cut.parts * B,)
@@ -161,7 +161,7 @@ def backward(
         numbers = [_float32(values, cut.splits, B, cut.parts, H) for _ in range(3)]
         sums, ends = ((low, flow, None), (*numbers,)) if window is None else ((low, flow, numbers[0]), ends)
         _backwards.summarize_rows[grid](*_rows(dmeans), texts, rows, deltas, sums, T, H, D, cut, **constants)
-    # Each slice of D gives a part of every number per head; the parts are added below, in a fixed order.
+    # Each slice of D gives a partial sum of every number per head; these are added below, in a fixed order.
     *totals, dstate_values = gradients[0], *gradients[2:]
     slices = totals if cut.splits == 1 else [_float32(values, cut.splits, *x.shape) for x in totals]
     dlogits, down, dstate_logits = slices
@@ -185,7 +185,7 @@ def _float32(values: Tensor, *shape: int) -> Tensor:
 
 
 def _scalars_and_vectors(values: Tensor, *shape: int) -> _Tensors:
-    """Scratch for two numbers and a vector, of this shape each."""
+    """Scratch tensors of this shape: two of numbers, one of vectors."""
     return *(_float32(values, *shape) for _ in range(2)), _float32(values, *shape, values.shape[-1])
 
 
@@ -203,5 +203,5 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def _texts(starts: Tensor | None) -> Tensor | None:
-    """Number of the text of each position (B, T)."""
+    """The number of each position's text (B, T)."""
     return None if starts is None else starts.cumsum(dim=1, dtype=torch.int32)

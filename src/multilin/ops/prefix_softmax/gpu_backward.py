@@ -1,12 +1,12 @@
-"""Backward kernels of the running softmax mean, the forward kernels' mirror image: chunks from last to first.
+"""Backward kernels of the running softmax mean: the forward kernels in reverse, from the last chunk to the first.
 
-Over the whole past, the means of a chunk are computed again from the mean kept before it. If time is cut into parts,
-the rows of each part are first summed up by one row. This needs only dy: the later parts' term in the
-gradients of logits, one number per head, is subtracted at the end.
+Without a window, the means of a chunk are computed again from the kept mean of all tokens before the chunk. If time is
+cut into parts, `summarize_rows` first sums up the rows of each part by one row, from dy alone. The gradients of logits
+also have a term from later parts, one number per head, which `subtract_lost` subtracts at the end.
 
-With a window the products dy_t . y_t come from the forward kernel. A token is read by the rest of its own chunk; by the
-chunks after it whose windows take in all of its chunk, one row each; and by some rows of the one or two chunks after
-those: triangles of weights.
+With a window, the forward kernel gives the products dy_t . y_t. A token is read by three kinds of chunks: the rest of
+its own; later chunks whose rows all read the token's whole chunk, by one row each; and one or two chunks after these,
+some of whose rows read the token.
 """
 
 import triton
@@ -29,7 +29,7 @@ def summarize_rows(
     p_dmeans, s_dmeans, p_texts, rows, p_deltas, sums, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each part's rows as one, into (lows, flows, lost): only rows that still read tokens before the part."""
+    """Sum up each part by one row in (lows, flows, lost), which counts only rows that read tokens before the part."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
     p_text = None if p_texts is None else p_texts + i_b * T
@@ -58,7 +58,7 @@ def summarize_rows(
 def after_part(
     p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d, BLOCK_D: tl.constexpr
 ):
-    """The row that stands for the later parts that read a part as a whole, and for the final state."""
+    """The row that stands for the final state and for the later parts whose rows all read the whole part."""
     text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if dfinal[0] is not None:
@@ -94,7 +94,7 @@ def after_part(
 def read_later(
     b_logits, b_text, o_t, ahead, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans, dmeans_t, o_d, m_d
 ):
-    """The sums that rows of the chunk `ahead` add to the gradients of values and subtract from those of logits."""
+    """What the rows `ahead` positions later add to gradients of values and subtract from gradients of logits."""
     o_later = o_t + ahead
     m_later = o_later < T
     is_read = o_later[:, None] - o_t[None, :] < window
@@ -113,7 +113,7 @@ def backward(
     rows, past, p_deltas, p_dvalues, p_dlogits, p_down, dstate, ends, T, H, D, cut, num_slots, window,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, NUM_OLD: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one part; over the whole past, `subtract_lost` must complete the gradients of logits."""
+    """Compute the gradients of one part; if `ends` are given, `subtract_lost` completes the gradients of logits."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
@@ -216,7 +216,7 @@ def subtract_lost(
     p_logits, s_logits, p_texts, past, p_dlogits, dstate, ends, T, H, cut, num_slots,
     CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Subtract the term of later parts from the gradients of a part's logits, and of the state's."""
+    """Subtract the term of later parts from the gradients of a part's logits, and of the state's logit."""
     i_split, i_h, i_part, i_b, first, last, _, _ = place(T, H, 1, cut, 1)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_text = None if p_texts is None else p_texts + i_b * T

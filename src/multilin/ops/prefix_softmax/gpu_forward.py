@@ -1,11 +1,11 @@
 """Forward kernels of the running softmax mean: over the whole past, over a window, and for a single position.
 
-A program takes a part of the time of one head. Over the whole past, time is cut into parts if texts and heads alone do
-not fill the card. All parts but the last are first summed up by one token each, which reads the values a second time,
-and a program begins with one token that merges the tokens of the parts before its own.
+A program computes a part of the time of one head. Without a window, time is cut into parts if texts and heads alone do
+not fill the GPU. Then `summarize` first sums up each part by one token, for which it reads the values once more, and a
+program of `forward` begins with the tokens of the parts before its own, merged into one.
 
-With a window a part is one chunk. A row reads its own chunk up to itself; the chunks between, which all rows of the
-chunk read as a whole, by one token each; and one or two old chunks in which its window begins: triangles of weights.
+With a window a part is one chunk. A row (position) reads three kinds of chunks: its own, up to itself; chunks that all
+rows of its chunk read completely, by one token each; and one or two old chunks, in which the rows' windows begin.
 """
 
 import triton
@@ -31,7 +31,7 @@ def summarize(
     p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Each part's tokens as one, into (tops, totals, means): only tokens of the text that the part ends with."""
+    """Sum up each part by one token in (tops, totals, means), which counts only the text with which the part ends."""
     _, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
@@ -50,9 +50,9 @@ def summarize(
 
 @triton.jit
 def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BLOCK_D: tl.constexpr):
-    """The token that stands for the parts before a part that it reads as a whole, and for the state.
+    """The token that stands for the state and for the parts before a part that it reads completely.
 
-    It counts only tokens of the text that the part before ends with.
+    It counts only tokens of the text with which the part before ends.
     """
     text = text_at(p_text, i_part * cut.length - 1)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
@@ -86,7 +86,7 @@ def score_old(p_logits, logits_t, p_text, o_t, b_text, back, window):
 
 @triton.jit
 def sum_old(b_scores, b_shift, p_values, values_t, o_t, back, o_d, m_d):
-    """Totals of the weights of these scores, and sums of the values that they weigh."""
+    """For each row of scores, the total of its weights and the weighted sum of the values."""
     o_old = o_t - back
     b_values = load_tile(p_values, o_old, o_old >= 0, values_t, o_d, m_d)
     b_weights = narrow(tl.exp(b_scores - b_shift[:, None]), b_values.dtype)
@@ -99,10 +99,10 @@ def forward(
     p_means, final, rows, past, p_deltas, T, H, D, cut, num_slots, window, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, NUM_OLD: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Means of one part, the state after the last one, and the tensors of `empty_kept`, each unless it is None.
+    """Compute the means of one part, the state after the last part, and the tensors of `empty_kept`; None skips one.
 
-    If dy is given instead of means, the result is the products dy_t . y_t. NUM_OLD is the number of old chunks, 0 over
-    the whole past. Without CARRIES, a row reads only the triangles.
+    Given dy instead of means, compute the products dy_t . y_t. NUM_OLD is the number of old chunks, 0 without a window.
+    Without CARRIES, a row reads only its own chunk and the old chunks.
     """
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
@@ -189,7 +189,7 @@ def step(
     p_logits, s_logits, p_values, s_values, p_own, s_own, p_starts, state, p_means, final, H, D, num_past, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """A single position: its mean and the state after it. With a window the state's tokens move up by one place."""
+    """Compute one position's mean and the state after it. With a window, the state's tokens move on by one place."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D

@@ -1,14 +1,14 @@
 """Steps on tiles that the GPU kernels of the running softmax mean share, and their formulas.
 
-All tokens read so far are one token: a running maximum `top` of logits, a `total` of exp(logit - top) and their `mean`.
-Inside a chunk the weights exp(l_j - M_t) of the tokens j at each row t are a matrix, and its product with the values is
-taken on tensor cores: M_t is the largest of everything that row t reads, so all weights are in [0, 1]. Weights are
-summed as they were rounded for the product, so that a mean is one exactly.
+One token stands for all tokens read so far: the largest logit `top`, the `total` of exp(logit - top), and the `mean`.
+Inside a chunk the weights exp(l_j - M_t), of token j at position (row) t, are a matrix, which tensor cores multiply by
+the values. M_t is the largest logit that row t reads, so all weights are in [0, 1]. A row's total adds the weights as
+rounded for this product, so that the weights of a mean add up to exactly 1.
 
-Backward, dv_j = sum over the rows t that read j of p_tj dy_t and dl_j = v_j . dv_j - sum of p_tj delta_t, where
-p_tj = exp(l_j - M_t) / D_t with the row's total D_t and delta_t = dy_t . y_t. All rows after a chunk are one row:
-`low` is the least of their M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. The
-sums with p_tj are exp(l_j - low) times these. A row reads no logit above its M_t, so these factors are in [0, 1], too.
+Backward, with a row's total D_t, let p_tj = exp(l_j - M_t) / D_t and delta_t = dy_t . y_t. Over the rows t that read j,
+dv_j is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row stands for all rows after a
+chunk: `low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Times
+exp(l_j - low), these are the sums with p_tj. A row reads no logit above its M_t, so this factor is in [0, 1], too.
 """
 
 import triton
@@ -16,13 +16,13 @@ import triton.language as tl
 
 from multilin.ops.kernels.gpu_tiles import finite, inverse, load_row
 
-TOKENS = tl.constexpr(32)  # tokens or rows that stand for parts, merged at a time
-UNSPECIALIZED = ("cut", "num_slots", "window")  # Triton would compile a kernel for each divisibility of these numbers
+TOKENS = tl.constexpr(32)  # summaries of parts that are merged at a time
+UNSPECIALIZED = ("cut", "num_slots", "window")  # else Triton compiles a kernel per divisibility of these numbers
 
 
 @triton.jit
 def place(T, H, D, cut, BLOCK_D: tl.constexpr):
-    """Slice of D, head, part of the time, text; where the part begins and ends; the numbers of D, and if they exist."""
+    """This program's slice of D, head, part of the time and text; the part's bounds; the components, and their mask."""
     i, num_parts, num_splits = tl.program_id(0), cut.parts, cut.splits
     i_split, i_h, i_part = i % num_splits, i // num_splits % H, i // (num_splits * H) % num_parts
     first, o_d = i_part * cut.length, i_split * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -32,7 +32,7 @@ def place(T, H, D, cut, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
-    """Store number i of (tops, totals, means): a token that stands for others; or likewise of rows."""
+    """Store a token that stands for others as element i of (tops, totals, means)."""
     tl.store(tokens[0] + i, top)
     tl.store(tokens[1] + i, total)
     tl.store(tokens[2] + i * D + o_d, b_mean, m_d)
@@ -51,21 +51,21 @@ def absorb(top, total, b_mean, b_logits, b_totals, b_values):
 
 @triton.jit
 def top_and_total(log_total):
-    """A total weight whose log is in float64: the log in float32, and a total that makes up for its rounding."""
+    """Split the float64 log of a total: a float32 `top`, and a `total` near 1 that makes up for the rounding."""
     top = log_total.to(tl.float32)
     return top, tl.exp((log_total - finite(top)).to(tl.float32))
 
 
 @triton.jit
 def log_of(top, total):
-    """The log of a total weight, in float64; -inf for none."""
+    """The log of a total weight, in float64; -inf for no weight."""
     wide = top.to(tl.float64) + tl.log(tl.where(total > 0, total, 1.0).to(tl.float64))
     return tl.where(total > 0, wide, -float("inf"))
 
 
 @triton.jit
 def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
-    """Merge one row with the rows of a tile; `scales` are 1 / D_t."""
+    """Merge one row with the rows of a tile; `b_scales` are 1 / D_t (see above)."""
     new_low = tl.minimum(low, tl.min(b_tops, axis=0))
     b_shares = b_scales * tl.exp(finite(new_low) - b_tops)
     kept = tl.exp(finite(new_low) - low)
@@ -75,7 +75,7 @@ def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
 
 @triton.jit
 def text_at(p_text, position):
-    """Number of the text at a position; 0 before the first, and everywhere if there is only one text."""
+    """Number of the text at a position; 0 before the first position, and everywhere if there is only one text."""
     text = 0
     if p_text is not None:
         text = tl.load(p_text + position, mask=position >= 0, other=0)
@@ -86,12 +86,12 @@ def text_at(p_text, position):
 def load_texts(p_text, o_t, m_t):
     """Numbers of the texts of these positions, -1 outside; 0 everywhere if there is one text only."""
     if p_text is None:
-        return tl.zeros_like(o_t)  # Triton 3.6 has no functions that return None
+        return tl.zeros_like(o_t)  # a function in Triton 3.6 cannot return None
     else:
         return load_row(p_text, o_t, m_t, 1, -1)
 
 
 @triton.jit
 def of_text(b_numbers, b_text, text, other):
-    """The numbers of the positions of this text, and `other` in place of the rest."""
+    """Replace the numbers at positions of other texts by `other`."""
     return tl.where(b_text == text, b_numbers, other)

@@ -1,7 +1,7 @@
-"""The operator of PyTorch around the compiled kernels of both devices: gradients, shapes for tracing, windows.
+"""The PyTorch operator that runs the CPU or the GPU kernels: gradients, shapes for tracing, windows.
 
-The modules `cpu` and `gpu` start the kernels, with the same functions `forward`, `backward` and `empty_kept`. The
-operator is told which one to use, as Triton's interpreted kernels take tensors of the CPU.
+The modules `cpu` and `gpu` start the kernels; both define `forward`, `backward` and `empty_kept`. The argument
+`kernels` names the module: the device does not tell it, because interpreted Triton kernels also run on CPU tensors.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def prefix_softmax(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`. Logits in float32; values and means in float32 or half precision.
 
-    With a window the tokens of the state are read again before the new ones, except for a single position on a GPU.
+    With a window, the kernels get the state's tokens and the new tokens as one text, except for one position on a GPU.
     """
     null, num_new = -torch.inf if null_logit is None else null_logit, logits_BTH.shape[1]
     is_step = kernels == "gpu" and num_new == 1 and state is not None and state.logits_BSH.shape[1] + 1 == window
@@ -51,7 +51,7 @@ def _means(
     kernels: str, logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None,
     state_logits: Tensor | None, state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """Means and state after them; without tracing, the operator is skipped: it takes longer than a token."""
+    """The means, and the state after them. Without tracing the operator is skipped: it takes longer than a token."""
     keeps = needs_gradients(logits, values, own, state_logits, state_values)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
     if is_traced(logits, values):
@@ -98,7 +98,7 @@ def _forward_shapes(kernels: str, logits: Tensor, values: Tensor, own: Tensor | 
 
 @_backward.register_fake
 def _empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """Empty gradients of logits, values, own logits and state, in float32 but for the values; no numbers for None."""
+    """Allocate gradients of logits, values, own logits and state, all but the values' in float32; size 0 for None."""
     values, own, has_state = arguments[5], arguments[6], arguments[-1]
     B, T, H, D = values.shape
     num_own, num_states = 0 if own is None else B, B if has_state else 0
@@ -124,9 +124,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _differentiate(
     backward: Any, ctx: Any, dmeans: Tensor | None, dfinal_logits: Tensor | None, dfinal_values: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
-    """Gradients of all arguments of the operator, by its backward operator or without it."""
+    """Gradients of all arguments of the operator; `backward` is `_backward`, or `_run_backward` without tracing."""
     if not ctx.keeps:
-        raise RuntimeError("multilin::prefix_softmax has no gradient where it was called with keeps=False")
+        raise RuntimeError("multilin::prefix_softmax: called with keeps=False, so it has no gradient")
     saved, (kernels, *options) = ctx.saved_tensors, ctx.options
     values, own = saved[1:3]
     if dmeans is None:
@@ -144,7 +144,7 @@ def _differentiate(
 
 
 class _Eager(torch.autograd.Function):
-    """Eager version of the operator: without the dispatcher lookup, a call takes a third of the time."""
+    """The operator without tracing: it skips PyTorch's dispatcher, so a call takes a third of the time."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -1,9 +1,9 @@
-"""The running softmax mean in linear time from PyTorch operations alone: on any device, for autograd, compile, export.
+"""The running softmax mean in linear time by PyTorch operations: on any device, for autograd, compile and export.
 
-A chunk of tokens is summed up by one token (log of the total weight, mean), so the past of a chunk is a prefix softmax
-over the chunks' summaries: the same problem, CHUNK times shorter. A window of k tokens is the union of a prefix of its
-own block of k and a suffix of the block before (van Herk, Gil-Werman), so it costs two such scans for any k.
-Means are only ever merged with weights in [0, 1]; nothing is subtracted.
+One summary token (log of the total weight, mean) replaces each chunk of tokens. The past of a chunk is then a prefix
+softmax over the summaries of the chunks before it: the same problem, CHUNK times shorter. A window of k tokens is the
+beginning of one block of k tokens and the end of the block before (van Herk, Gil-Werman), so two such scans suffice for
+any k. Means are only merged, with weights in [0, 1]; nothing is subtracted.
 """
 
 import torch
@@ -15,8 +15,8 @@ from multilin.ops.prefix_softmax.reference import PrefixSoftmaxState, last_token
 from multilin.ops.ring import Ring
 from multilin.ops.softmax import softmax
 
-CHUNK = 32  # tokens that are compared pair by pair; measured best from 16 to 64 on CPUs
-SHORT = 16  # up to here the definition itself is faster
+CHUNK = 32  # tokens of a chunk, in which all pairs are compared; the fastest of 16 to 64 on CPUs
+SHORT = 16  # up to this number of tokens the reference is faster
 
 
 def prefix_softmax(
@@ -54,7 +54,7 @@ def prefix_softmax(
 def _read_all(
     logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, starts_BT: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `_scan`, after the state's summary."""
+    """Like `_scan`, but also over the state's summary token."""
     if state is None:
         return _scan(logits_BTH, values_BTHD, starts_BT)
     past_B1H, past_B1HD = state.logits_BSH, state.values_BSHD.to(values_BTHD.dtype)
@@ -66,7 +66,7 @@ def _read_all(
 
 
 def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: int, null_logit: float | None) -> Tensor:
-    """The means of a few new tokens whose window lies in a ring; padding may follow the tokens of a row only."""
+    """The means of a few new tokens that read a ring; in each row, padding may only come last."""
     kept_logits, kept_values = (x.to(logits_BTH.dtype) for x in ring.tokens)
     num_new = logits_BTH.shape[1]
     scores_BHTS = kept_logits.transpose(1, 2)[:, :, None]
@@ -84,7 +84,7 @@ def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: in
 
 
 def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log of the total weight and mean over all tokens of the same text up to each position."""
+    """For each position, the log of the total weight and the mean of all tokens of its text up to there."""
     num_batch, num_time = logits_BTH.shape[:2]
     if num_time <= CHUNK:
         return _scan_chunk(logits_BTH, values_BTHD, starts_BT)
@@ -105,7 +105,7 @@ def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> 
 
 
 def _scan_chunk(logits_BKH: Tensor, values_BKHD: Tensor, starts_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `_scan`, comparing all pairs of positions."""
+    """Like `_scan`, by comparing all pairs of positions."""
     scores_BHKK = reference.visible_scores(logits_BKH, starts_BK, None, logits_BKH.shape[1])
     top_BHK1 = scores_BHKK.detach().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores_BHKK.dtype).min)
     weights_BHKK = torch.exp(scores_BHKK - top_BHK1)
@@ -119,17 +119,17 @@ def _scan_chunk(logits_BKH: Tensor, values_BKHD: Tensor, starts_BK: Tensor | Non
 def _scan_window(
     logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Log of the total weight and mean over the last `window` tokens of the same text, the current one included."""
+    """For each position, the log of the total weight and the mean of the last `window` tokens of its text."""
     num_batch, num_time = logits_BTH.shape[:2]
     logits_NKH, values_NKHD, starts_NK = _blocks(logits_BTH, values_BTHD, starts_BT, window)
     own = _scan(logits_NKH, values_NKHD, starts_NK)
-    if starts_NK is not None:  # the next block sees only the text that this one ends with
+    if starts_NK is not None:  # the next block reads only the text with which this block ends
         text_NK = starts_NK.cumsum(dim=1)
         logits_NKH = logits_NKH.masked_fill((text_NK != text_NK[:, -1:])[..., None], -torch.inf)
     suffixes = (x.flip(1) for x in _scan(logits_NKH.flip(1), values_NKHD.flip(1), None))
     totals_BNKH, means_BNKHD, suffix_BNKH, suffix_BNKHD = (x.unflatten(0, (num_batch, -1)) for x in (*own, *suffixes))
 
-    # At offset r of a block the window still holds the previous block from offset r + 1 on: offset `window` is empty.
+    # A position at offset r of its block also reads the block before, from offset r + 1 on; its last position does not.
     before_BNKH = pad(suffix_BNKH[:, :-1, 1:], (0, 0, 0, 1, 1, 0), value=-torch.inf)
     before_BNKHD = pad(suffix_BNKHD[:, :-1, 1:], (0, 0, 0, 0, 0, 1, 1, 0))
     if starts_NK is not None:
@@ -140,8 +140,8 @@ def _scan_window(
 
 
 def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tokens as one: the log of their weight together, and their mean; the first value if both logits are -inf."""
-    difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # never between two infinities
+    """Merge two tokens: the log of their total weight, and their mean; the first value if both logits are -inf."""
+    difference = logits_b - logits_a.clamp(min=torch.finfo(logits_a.dtype).min)  # clamped: -inf - -inf would be nan
     difference = difference.to(values_a.dtype)
     log_total = torch.maximum(logits_a, logits_b) + softplus(-difference.abs())
     share = difference[..., None]
@@ -151,7 +151,7 @@ def _merge(logits_a: Tensor, values_a: Tensor, logits_b: Tensor, values_b: Tenso
 def _blocks(
     logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Blocks of this length as separate texts, (B * blocks, length, ...), filled up with tokens without weight."""
+    """Cut texts into blocks of this length, (B * blocks, length, ...); tokens without weight fill the last block."""
     extra = -logits_BTH.shape[1] % length
     logits, values = pad(logits_BTH, (0, 0, 0, extra), value=-torch.inf), pad(values_BTHD, (0, 0, 0, 0, 0, extra))
     starts = None if starts_BT is None else pad(starts_BT, (0, extra)).reshape(-1, length)

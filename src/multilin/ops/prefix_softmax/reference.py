@@ -1,4 +1,4 @@
-"""The running softmax mean, its state and its weights, as their equations. Quadratic in time."""
+"""The running softmax mean, its state and its weights, computed straight from the equations. Time is quadratic."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ from multilin.ops.softmax import softmax
 class PrefixSoftmaxState(NamedTuple):
     """Tokens that later positions may still read: the last `window - 1`, or one summary token without a window.
 
-    The mean of everything read is exactly one token whose value is the mean and whose logit is the log of the total
-    weight. So a state always has the shape of tokens, and continuing a text is reading those tokens first. Tokens of
-    logit -inf stand for tokens not read yet: the shape is the same from the first call on. Float32 or better; the logit
-    of a summary is float64, as rounding errors of float32 would add up token by token.
+    One summary token can replace all tokens read so far: its value is their mean, its logit the log of their total
+    weight. So a state always holds tokens, which the next call reads before the new tokens. Missing tokens have the
+    logit -inf, so the shape is the same from the first call on. The numbers are float32 or better. The logit of a
+    summary token is float64, because rounding errors of float32 would add up from token to token.
     """
 
     logits_BSH: Tensor
@@ -26,7 +26,7 @@ class PrefixSoftmaxState(NamedTuple):
 
 
 class PrefixSoftmaxWindow(PrefixSoftmaxState):
-    """The last `window - 1` tokens, which can lie in a ring; see `multilin.ops.ring`."""
+    """The last `window - 1` tokens, which a model may keep in a ring; see `multilin.ops.ring`."""
 
     slots = Slots(("logits_BSH", "values_BSHD"))
 
@@ -62,7 +62,7 @@ def prefix_softmax(
 def read_state_first(
     logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, starts_BT: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Put the state's tokens before the new ones; `starts` grows with them."""
+    """Put the state's tokens before the new tokens; `starts` is padded to the same length."""
     if state is None:
         return logits_BTH, values_BTHD, starts_BT
     logits = torch.cat([state.logits_BSH.to(logits_BTH.dtype), logits_BTH], dim=1)
@@ -75,13 +75,13 @@ def read_state_first(
 def last_tokens(
     logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None, num_tokens: int
 ) -> PrefixSoftmaxState:
-    """The last `num_tokens` tokens, with logit -inf where there is none or it belongs to an earlier text."""
+    """The last `num_tokens` tokens. The logit is -inf for missing tokens and for tokens of an earlier text."""
     missing = max(num_tokens - logits_BTH.shape[1], 0)
     first = logits_BTH.shape[1] + missing - num_tokens
     if starts_BT is not None:
         text_BT = starts_BT.cumsum(dim=1)
         logits_BTH = logits_BTH.masked_fill((text_BT != text_BT[:, -1:])[..., None], -torch.inf)
-    # Padding copies even if nothing is added: a view would keep the memory of the whole text.
+    # `pad` copies even if it adds nothing; a view would keep the whole text in memory.
     logits = pad(logits_BTH[:, first:], (0, 0, missing, 0), value=-torch.inf)
     return PrefixSoftmaxState(logits, pad(values_BTHD[:, first:], (0, 0, 0, 0, missing, 0)))
 
@@ -90,13 +90,13 @@ def prefix_softmax_weights(
     logits: Float[Tensor, "B T H"], *, window: int | None = None, own_logits: Float[Tensor, "B T H"] | None = None,
     null_logit: float | None = None, starts: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The weights of `prefix_softmax` with these arguments at the start of a text, in float32 or better.
+    """The weights with which `prefix_softmax` averages the values of a text from its start, in float32 or better.
 
         y_t = sum_j tokens[t, j] v_j + own[t] v_t
 
     Returns:
-        tokens (B, H, T, T), 0 where t does not read j; and own (B, H, T), None without own logits. 1 minus their
-        sum is the null token's weight; a position that reads nothing at all has 0 everywhere.
+        `tokens` (B, H, T, T), 0 where position t does not read token j, and `own` (B, H, T), None without own logits.
+        The null token's weight is 1 minus the sum of these weights. If a position reads nothing, its weights are 0.
 
     Cost: O(B H T^2) time and memory.
     """
@@ -111,14 +111,14 @@ def prefix_softmax_weights(
 
 
 def check_own_term(window: int | None, null_logit: float | None) -> None:
-    """Raise InputError for own logits with a window or a null token, which no architecture needs."""
+    """Raise InputError if own logits are given with a window or a null token; no architecture needs that."""
     if window is not None or null_logit is not None:
         other = f"window {window}" if window is not None else f"null_logit {null_logit}"
-        raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")
+        raise InputError(f"own_logits: given with {other}, but window and null_logit must be None")
 
 
 def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:
-    """Logits of all tokens as the last `num_new` positions see them, (B, H, num_new, S), -inf for tokens not read."""
+    """The logits that each of the last `num_new` positions reads, (B, H, num_new, S); -inf for tokens not read."""
     position_S = torch.arange(logits_BSH.shape[1], device=logits_BSH.device)
     num_past = logits_BSH.shape[1] - num_new
     distance_TS = position_S[num_past:, None] - position_S[None, :]
@@ -130,7 +130,7 @@ def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | N
 
 
 def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (B, H, T, S), 0 where nothing is visible, and the log of their total (B, T, H), -inf there."""
+    """Softmax weights (B, H, T, S), 0 if nothing is visible, and the logsumexp of the scores (B, T, H), -inf then."""
     empty_BHT1 = (scores_BHTS == -torch.inf).all(dim=-1, keepdim=True)
     log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)
     weights_BHTS = torch.exp(scores_BHTS - log_total_BHT1)

@@ -1,4 +1,4 @@
-"""Tile norm: vectors divided by their root mean square, tile by tile."""
+"""The tile norm, which divides each tile of a vector by the root mean square of the tile."""
 
 import torch
 from jaxtyping import Float
@@ -24,13 +24,13 @@ def tile_norm(
 
         y_i = x_i / sqrt(mean of x_j^2 over the tile of i)
 
-    Squares are taken in float32 or better: numbers below about 1e-22 count as 0, and those beyond 1e19 give nan (0 in
-    exported graphs).
+    Squares are taken in float32 or better: numbers below about 1e-22 count as 0, and numbers above about 1e19 give nan
+    (0 in exported graphs).
 
     Args:
         x: (..., D) in any float dtype; sums are taken in float32 or better.
         tile: width of a tile, a divisor of D; None is the whole vector.
-        dtype: of the result; None is the dtype of x.
+        dtype: the dtype of the result; None is the dtype of x.
 
     Returns:
         (..., D).
@@ -38,17 +38,17 @@ def tile_norm(
     Raises:
         InputError: a tile that does not divide D.
 
-    Cost: one pass over x forward; one over x and the result's gradient backward, for which x is kept.
-    Source: TScale and 3Lin, whose states and projections are normalised so.
+    Cost: one pass over x forward; backward, one pass over x, which is kept, and over the result's gradient.
+    Source: TScale and 3Lin, which normalise states and projections in this way.
     """
     width = x.shape[-1]
     size = width if tile is None else tile
     if size < 1 or width % size:
         raise InputError(f"tile: {tile} given, but it must divide the width, {width}")
     dtype = dtype or x.dtype
-    if is_exported():  # one operator of a graph
+    if is_exported():  # as one operator in the graph
         return _as_operator(x, size).to(dtype)
-    # Kernels depend on both dtypes.
+    # The kernels must support the dtypes of both x and the result.
     return TILE_NORM(x, size, dtype, dtype=x.dtype if dtype in CPU_DTYPES else dtype)
 
 

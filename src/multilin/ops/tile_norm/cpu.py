@@ -1,4 +1,4 @@
-"""Division by the root mean square on a CPU, one pass over memory each way; the kernels are in `cpu_kernels`."""
+"""The tile norm on a CPU: one pass over memory forward, one backward. The kernels are in `cpu_kernels`."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Kernels of `tile_norm`: a tile is read twice, the second time from the cache.
 
-With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is a difference, so it
-is computed from x, not from y, which may be rounded; s is kept. For a zero tile s = 0. Scales are (tiles,).
+With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is a difference, for which
+a rounded y is too coarse, so y is computed again from x and s. A zero tile has s = 0. `scales` has the s of all tiles.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def gradient(dy, x, scale, dx):
 
 
 def forward(task, elements, index, sources):
-    """One part of the tiles: y and scales."""
+    """Compute y and scales for one part of the tiles."""
     num_parts, x, y, scales = arguments_of(task)
     shape = len(scales), x.size // len(scales)
     tiles, results = x.reshape(shape), y.reshape(shape)
@@ -52,7 +52,7 @@ def forward(task, elements, index, sources):
 
 
 def backward(task, elements, index, sources):
-    """One part of the tiles: dx."""
+    """Compute dx for one part of the tiles."""
     num_parts, dy, x, scales, dx = arguments_of(task)
     shape = len(scales), x.size // len(scales)
     dresults, tiles, dtiles = dy.reshape(shape), x.reshape(shape), dx.reshape(shape)

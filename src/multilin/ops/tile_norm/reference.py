@@ -1,4 +1,4 @@
-"""Division by the root mean square of tiles, as the equation."""
+"""The tile norm, computed straight from its equation."""
 
 import torch
 from torch import Tensor

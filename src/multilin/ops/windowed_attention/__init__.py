@@ -1,4 +1,4 @@
-"""Softmax attention over a window of the strict past, with decays over distance and an optional null key."""
+"""Softmax attention over a window of earlier tokens, with decays over distance and an optional null key."""
 
 import math
 from functools import partial
@@ -19,7 +19,7 @@ __all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "windowed_attention",
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
-        gpu_kernels("tiles, weights made again backward", gpu.windowed_attention, gpu.refuses),
+        gpu_kernels("tiles, weights recomputed backward", gpu.windowed_attention, gpu.refuses),
         Backend("portable (PyTorch, blocks)", portable.windowed_attention),
         Backend("reference (PyTorch, quadratic time)", reference.windowed_attention),
     ],
@@ -57,27 +57,27 @@ def windowed_attention(
 
     Args:
         queries, keys: (B, T, H, D).
-        values: (B, T, H, E); E may differ from D. All may be float64, float32 or bf16.
-        window: tokens of the strict past that are read; 0 reads the token itself only.
+        values: (B, T, H, E); E may differ from D. All three may be float64, float32 or bf16.
+        window: the number of tokens before a position that it reads, itself excluded; with 0, it reads only itself.
         scale: factor on the product of query and key.
         slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
         null_key: whether there is a null key.
-        padding: (B, T) True where there is no token; no position reads it.
-        state: returned by an earlier call; its tokens are read first. The window may lie in a ring.
-        starts: (B, T) True where a new text begins: nothing before it is read from there on.
-        needs_state: False if the text ends here: None is returned for the state.
+        padding: (B, T) True at padding, which no position reads.
+        state: the state that an earlier call returned; its tokens are read first. It may be a `Ring`.
+        starts: (B, T) True where a new text begins; its positions read neither the state nor tokens before the start.
+        needs_state: False if the text ends here: None is returned in place of the state.
 
     Returns:
         The means (B, T, H, E) in the dtype of `values`, and the last `window` keys and values in float32 or better;
-        from a ring, the new tokens only.
+        for a ring, only the new tokens.
 
     Raises:
         InputError: a negative window, or shapes that do not fit.
 
-    Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times that with backward, in
-    float32 or better also for bf16 inputs; memory in proportion to the inputs, since weights are made a tile at a time
-    and computed again backward.
-    Source: 3Lin and TScale; the width schedule and the decays of their documents.
+    Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times as many with backward, in
+    float32 or better even for bf16 inputs. Memory in proportion to the inputs, since weights exist for one tile at a
+    time and are computed again backward.
+    Source: 3Lin and TScale; the width schedule and the decays in their documents.
     """
     _check_reach(window, slope, hyper)
     check_heads(queries, keys, values)

@@ -1,9 +1,9 @@
-"""Windowed attention on a GPU, by kernels of our own.
+"""Windowed attention on a GPU, by multilin's own kernels.
 
-PyTorch's flex_attention takes the gradient as p (g - dmeans . means), a difference that keeps few digits where one
-weight is nearly 1, as decays often make it; it also has no null key and runs float32 in tf32. The kernels count g
-from the origin dmeans . means, then subtract the remaining sum p (g - origin): the tiles of a window are read twice
-backward. A call with one token and a state is one kernel: it reads the state and writes the next one.
+PyTorch's flex_attention computes the gradient of a score as p (g - dmeans . means): few digits are left if one weight p
+is nearly 1, as decays often make it. It also has no null key and computes float32 in tf32. The kernels subtract the
+origin dmeans . means from g, then the remaining sum of p (g - origin), so backward they read the tiles of a window
+twice. For one token with a state, a single kernel reads the state and writes the next state.
 """
 
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ from multilin.ops.kernels import LazyModule, needs_gradients, operator
 from multilin.ops.windowed_attention.reference import WindowedAttentionState, all_tokens, last_tokens, texts
 
 WIDEST = 256  # numbers of a head that fit in registers
-_NARROW = 256  # windows up to here are few tiles, and may want other numbers of warps
+_NARROW = 256  # windows up to this length are few tiles, and are tuned separately
 _kernels = LazyModule("multilin.ops.windowed_attention.gpu_kernels")
 _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 class _Call(NamedTuple):
-    """Arguments of kernels besides queries, keys and values; decays are one tensor, or the numbers slope and hyper."""
+    """The kernels' arguments besides queries, keys and values; if `decays` is None, slope and hyper are numbers."""
 
     logits: Tensor
     texts: Tensor | None
@@ -63,7 +63,7 @@ def windowed_attention(
 
 
 def _decays(slope: float | Tensor, hyper: float | Tensor, device: torch.device) -> tuple[Tensor | None, float, float]:
-    """Slope and hyper in one tensor if either is a tensor, as reading it would wait for the device; else as numbers."""
+    """Slope and hyper: one tensor if either is a tensor, as reading it would wait for the GPU; else two numbers."""
     if not isinstance(slope, Tensor) and not isinstance(hyper, Tensor):
         return None, float(slope), float(hyper)
     both = [x.to(device) if isinstance(x, Tensor) else torch.full((), x, device=device) for x in (slope, hyper)]
@@ -71,7 +71,7 @@ def _decays(slope: float | Tensor, hyper: float | Tensor, device: torch.device) 
 
 
 def _is_step(inputs: tuple[Tensor, ...], state: WindowedAttentionState, decays: Tensor | None, window: int) -> bool:
-    """One token after a full state, with no gradient asked for."""
+    """True for one token after a full state, if no gradient is needed."""
     is_full = state.keys_BSHD.shape[1] == window and state.keys_BSHD.dtype == torch.float32
     return inputs[0].shape[1] == 1 and is_full and not needs_gradients(*inputs, *state, decays)
 
@@ -97,7 +97,7 @@ def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
     window: int, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Means, and for every row the largest score and the sum of exponentials relative to it."""
+    """The means; for every row the largest score, and the sum of exp(score - largest)."""
     results = means, _, _ = _fake_attend(queries, keys, values)
     if means.numel():
         arguments, constants = _arguments(queries, keys, values, logits, texts, decays, window, scale, slope, hyper)
@@ -137,7 +137,7 @@ def _arguments(
 ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
     """Arguments and constants of all kernels but `step`."""
     (_, num_new, num_heads, width), num_all, value_width = queries.shape, keys.shape[1], values.shape[3]
-    size = max(width, value_width) * queries.element_size()  # bytes of a head; tiles of wider heads do not fit whole
+    size = max(width, value_width) * queries.element_size()  # bytes of a head; large tiles of wide heads do not fit
     constants = {
         "D": width, "E": value_width, "BD": _launch.block_of(width, WIDEST),
         "BE": _launch.block_of(value_width, WIDEST), "BQ": _launch.block_of(num_new, 32 if size > 512 else 64),
@@ -155,7 +155,7 @@ def _step(
     query: Tensor, key: Tensor, value: Tensor, logit: Tensor, keys: Tensor, values: Tensor, logits: Tensor,
     starts: Tensor | None, decays: Tensor | None, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The mean that one token reads, and the state's keys, values and logits after it."""
+    """The mean at one new token, and keys, values and logits of the state after it."""
     num_batch, num_read, num_heads, width = keys.shape
     *tensors, logits = [x.contiguous() for x in (query, key, value, logit.float(), keys, values, logits.float())]
     mean, *after = (torch.empty_like(x) for x in (tensors[2], *tensors[4:], logits))

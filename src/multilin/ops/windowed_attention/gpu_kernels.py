@@ -1,8 +1,8 @@
 """Triton kernels of windowed attention: tiles of queries against the tiles of keys that their windows touch.
 
-Positions count all S tokens, the state's first; the new tokens are the last T. All tensors are contiguous.
-`scores` and the gradient of the weights are made by the same steps from tiles of the same sizes in every kernel, so
-that they come out bit for bit the same, which the gradient of the softmax relies on.
+Positions count all S tokens, the state's tokens first; the last T tokens are new. All tensors are contiguous.
+Every kernel computes scores and gradients of weights by the same steps, from tiles of the same sizes. So they are the
+same bit for bit, on which the gradient of the softmax relies.
 """
 
 import triton
@@ -17,14 +17,14 @@ KIND = ("D", "E", "BQ", "is_wide", "DECAY")
 
 @triton.jit
 def first_of(p_x, length, H, WIDTH: tl.constexpr):
-    """The first number of this program's head of its text in a (B, length, H, WIDTH) tensor."""
+    """The address of this program's text and head in a (B, length, H, WIDTH) tensor."""
     i_row, i_head = tl.program_id(0) // H, tl.program_id(0) % H
     return p_x + (i_row.to(tl.int64) * length * H + i_head) * WIDTH
 
 
 @triton.jit
 def load_vectors(p_x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.constexpr):
-    """Load (times, WIDTH) of this program's head, 0 outside."""
+    """Load the vectors (times, WIDTH) of this program's head; 0 outside of the tensor."""
     i_columns = tl.arange(0, BW)
     return load_tile(
         first_of(p_x, length, H, WIDTH), i_times, i_times < length, H * WIDTH, i_columns, i_columns < WIDTH
@@ -33,7 +33,7 @@ def load_vectors(p_x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.constexpr)
 
 @triton.jit
 def store_vectors(p_x, x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.constexpr):
-    """Store what `load_vectors` would load."""
+    """Store vectors at the places from which `load_vectors` loads."""
     i_columns = tl.arange(0, BW)
     p_first = first_of(p_x, length, H, WIDTH)
     store_tile(p_first, i_times, i_times < length, H * WIDTH, i_columns, i_columns < WIDTH, x)
@@ -41,7 +41,7 @@ def store_vectors(p_x, x, i_times, length, H, WIDTH: tl.constexpr, BW: tl.conste
 
 @triton.jit
 def load_decays(call):
-    """Slope and hyperbolic decay: from two numbers, or from a tensor."""
+    """Slope and hyper, from the tensor of decays if there is one, else from the numbers."""
     slope, hyper = call.slope, call.hyper
     if call.decays is not None:
         slope, hyper = tl.load(call.decays), tl.load(call.decays + 1)
@@ -50,7 +50,7 @@ def load_decays(call):
 
 @triton.jit
 def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL: tl.constexpr, DECAY: tl.constexpr):
-    """Logits of the tile from these positions on, -inf where a key is not visible, and distances of 1 at least."""
+    """Scores of the tile that begins at these positions, -inf where a key is hidden; and distances, at least 1."""
     i_queries, i_keys = i_query + tl.arange(0, BQ), i_key + tl.arange(0, BL)
     distance = i_queries[:, None] - i_keys[None, :]
     away = tl.maximum(distance, 1).to(tl.float32)
@@ -62,7 +62,7 @@ def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL
     if DECAY > 1:
         b_scores += decays[1] / away
     is_whole = (i_query - i_key >= BL) & (i_query + BQ - 1 - i_key <= call.window) & (i_key + BL <= S)
-    if DECAY > 0 or call.texts is not None or not is_whole:  # a branch gains nothing where there are decays
+    if DECAY > 0 or call.texts is not None or not is_whole:  # with decays, skipping this gains nothing
         visible = (distance >= 1) & (distance <= call.window) & (i_keys < S)[None, :]
         if call.texts is not None:
             text_of_queries = tl.load(call.texts + i_row * S + i_queries, mask=i_queries < S, other=-1)
@@ -74,7 +74,7 @@ def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL
 
 @triton.jit
 def load_kept(p_top, p_total, i_rows, m_rows):
-    """The largest score of each query, and 1 / the sum of the exponentials relative to it."""
+    """The largest score of each query, and 1 / the sum of exp(score - largest)."""
     top = tl.load(p_top + i_rows, mask=m_rows, other=0.0)
     return top, inverse(tl.load(p_total + i_rows, mask=m_rows, other=0.0))
 
@@ -84,7 +84,7 @@ def weights_again(
     b_queries, b_keys, b_values, b_dmeans, kept, i_query, i_key, call, decays,
     BQ: tl.constexpr, BL: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile, their gradients minus the origin, and the distances; `kept` is (top, share, origin)."""
+    """A tile's weights, computed again; their gradients minus the origin; distances. `kept` is (top, share, origin)."""
     b_scores, away = scores(b_queries, b_keys, i_query, i_key, call, decays, BQ, BL, DECAY)
     b_weights = tl.exp(b_scores - kept[0][:, None]) * kept[1][:, None]
     return b_weights, dot(b_dmeans, tl.trans(b_values)) - kept[2][:, None], away
@@ -97,7 +97,7 @@ def forward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, DECAY: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Means of a tile of queries, with a running maximum `top` and the sum `total` of exp(score - top)."""
+    """Compute the means of a tile of queries, each one's largest score `top`, and the `total` of exp(score - top)."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)
@@ -129,7 +129,7 @@ def backward_queries(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, DECAY: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
-    """dqueries of a tile; per query the origin dmeans . means, and the remaining sum p (g - origin)."""
+    """Compute gradients of a tile of queries; per query, the origin dmeans . means and the sum of p (g - origin)."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)
@@ -179,7 +179,7 @@ def backward_keys(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """dkeys and dvalues of a tile of keys, from the tiles of queries that see it."""
+    """Compute gradients of a tile of keys and values, from the tiles of queries that read it."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_key = tl.program_id(1) * BL
     i_keys = i_key + tl.arange(0, BL)
@@ -208,7 +208,7 @@ def step(
     p_query, p_key, p_value, p_logit, p_keys, p_values, p_starts, call, p_mean, p_new_keys, p_new_values, p_new_logits,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BL: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One new token of one head: reads the S tokens of the state once, and writes them one place further down."""
+    """One new token of one head: read the S tokens of the state once, and write them one place nearer to the front."""
     S, H = call.num_all, call.num_heads
     slope, hyper = load_decays(call)
     i_row, i_head = tl.program_id(0) // H, tl.program_id(0) % H

@@ -1,8 +1,8 @@
-"""Windowed attention in linear time from PyTorch operations: tiles of queries against the keys their windows hold.
+"""Windowed attention in linear time by PyTorch operations: tiles of queries against the keys in their windows.
 
-A tile's weights are made, used and dropped while they are in the cache, and computed again backward. The last key of a
-block is in no window of the strict past, so its column serves as a sink of value 0. With logit 0 it is the null key;
-with the lowest finite logit it takes the weight of a row that sees nothing. So the softmax needs no cases.
+A tile's weights are computed, used and dropped while they are in the cache, and computed again backward. No query of a
+block reads the block's last key, so that column serves as an extra key of value 0. With logit 0, it is the null key.
+With the lowest finite logit, it takes all the weight of a query that reads nothing. So one softmax covers every case.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from multilin.ops.softmax import softmax
 from multilin.ops.windowed_attention import reference
 from multilin.ops.windowed_attention.reference import WindowedAttentionState, all_tokens, last_tokens, texts
 
-SHORT = 8  # tokens up to which the definition itself is faster
-LARGEST_BLOCK = 64  # queries of a block; larger ones compare more pairs outside of windows
-LARGEST_SHARE = 4  # blocks of a fourth of a wide window lose little, and their products are faster
+SHORT = 8  # up to this number of tokens the reference is faster
+LARGEST_BLOCK = 64  # queries of a block; larger blocks compute more pairs outside of windows
+LARGEST_SHARE = 4  # blocks may be a fourth of a wide window: they waste little, and products are faster
 LARGEST_OF_ALL = 256
 SMALLEST_BLOCK = 16  # products of smaller blocks are not worth their calls
 NUMBERS = {"cpu": 2**20}  # weights of a tile, 4 MB in float32: they stay in the cache between the steps
-MOST_NUMBERS = 2**23  # of a tile with a wide window: smaller tiles would add gradients of many keys too often
+MOST_NUMBERS = 2**23  # the same with a wide window: smaller tiles would add to the gradient of a key too often
 
 
 class Tile(NamedTuple):
-    """`num_blocks` blocks of `block` queries after position `first`; block i reads `num_keys` from key i * block."""
+    """`num_blocks` blocks of `block` queries from position `first` on; block i reads `num_keys` keys."""
 
     batch: slice  # the rows of the batch
     first: int  # position of the first query among the new tokens
@@ -74,7 +74,7 @@ def one_token(
     slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
     state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
-    """A window of 0 or 1: the value of the token itself or of the token before, weighed against the null key only."""
+    """For a window of 0 or 1: read the token itself or the token before; its weight is 1, less with a null key."""
     keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
     new = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
     first, last = keys.shape[1] - queries_BTHD.shape[1] - window, keys.shape[1] - window
@@ -91,7 +91,7 @@ def one_token(
 
 
 def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | None:
-    """Why `one_token` does not take a call: its window is above `most`, 1 on a CPU, elsewhere 0, as kernels take 1."""
+    """Why `one_token` does not take a call, or None; `most` is 1 on a CPU, else 0, as GPU kernels take window 1."""
     return None if window <= most else f"the window is larger than {most}"
 
 
@@ -99,7 +99,7 @@ def from_ring(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, ring: Ring, *, window: int, scale: float,
     slope: float | Tensor, hyper: float | Tensor, null_key: bool, padding: Tensor | None,
 ) -> tuple[Tensor, WindowedAttentionState]:  # fmt: skip
-    """The means of a few new tokens whose window lies in a ring, and these tokens; padding may only end a row."""
+    """The means of a few new tokens that read a ring, and these tokens; in each row, padding may only come last."""
     dtype, num_new = torch.promote_types(ring.tokens[0].dtype, queries_BTHD.dtype), queries_BTHD.shape[1]
     kept_keys, kept_values, kept_logits = (x.to(dtype) for x in ring.tokens)
     tokens = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
@@ -111,7 +111,7 @@ def from_ring(
     if num_new > 1 or has_decay:
         scores_BHTS = _weigh(scores_BHTS, ring.distances(num_new)[:, None], window, slope, hyper)
     values_BHSE = kept_values.transpose(1, 2)
-    if num_new == 1:  # it does not read itself
+    if num_new == 1:  # the token does not read itself
         return (softmax(scores_BHTS, null_logit) @ values_BHSE).transpose(1, 2), new
     index_T = torch.arange(num_new, device=keys_BTHD.device)
     scores_BHTT = queries_BHTD @ new.keys_BSHD.permute(0, 2, 3, 1) + new.logits_BS[:, None, None, :]
@@ -127,10 +127,10 @@ def _weigh(scores: Tensor, distance: Tensor, window: int, slope: float | Tensor,
 
 
 class _WindowedAttention(torch.autograd.Function):
-    """Means (B, T, H, E) of the values; works in the dtype of the bias, which also hides pairs outside of windows.
+    """Means (B, T, H, E) of the values, in the dtype of the bias, which is -inf for pairs outside of windows.
 
-    The means, and the gradients of values and keys, are products of weights and gradients of scores in the dtype of the
-    values: these results are only rounded, never subtracted from each other.
+    Only the matrix products for the means and for the gradients of values and keys are in the dtype of the values:
+    their results are rounded, but never subtracted from each other.
     """
 
     @staticmethod
@@ -180,13 +180,13 @@ class _WindowedAttention(torch.autograd.Function):
 
 
 def _columns(bias_KL: Tensor, tile: Tile) -> slice:
-    """The columns of the bias that belong to the tile's keys: its window, as far as there are tokens, and its block."""
+    """The columns of the bias that belong to the tile's keys: the window, as far as there are tokens, and the block."""
     last = bias_KL.shape[1] - bias_KL.shape[0] + tile.block
     return slice(last - tile.num_keys, last)
 
 
 def _biases(bias_KL: Tensor, logits_BS: Tensor, text_BS: Tensor | None, tile: Tile) -> Tensor:
-    """The terms added to all heads' products: decay, padding and other texts, (B, N, 1, K, L)."""
+    """The terms added to all heads' scores, (B, N, 1, K, L): decay, and -inf for padding and other texts."""
     logits_BNL = logits_BS[tile.keys].unfold(1, tile.num_keys, tile.block)
     biases_BNKL = bias_KL[: tile.block, _columns(bias_KL, tile)] + logits_BNL[:, :, None, :]
     if text_BS is not None:
@@ -197,7 +197,7 @@ def _biases(bias_KL: Tensor, logits_BS: Tensor, text_BS: Tensor | None, tile: Ti
 
 
 def _weights(queries: Tensor, keys: Tensor, biases: Tensor, scale: float, null_key: bool) -> Tensor:
-    """Softmax of the scores with the sink in the last column."""
+    """Softmax of the scores; the last column is the extra key."""
     scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale)
     by_block = scores.view(*biases.shape[:2], -1, *scores.shape[1:])
     by_block += biases
@@ -206,9 +206,9 @@ def _weights(queries: Tensor, keys: Tensor, biases: Tensor, scale: float, null_k
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor:
-    """p (g - sum p g), with g relative to its mean, so that nothing cancels where one weight is nearly 1.
+    """The gradient p (g - sum p g), with `mean` = sum p g subtracted first: else digits cancel if a weight is near 1.
 
-    The subtracted mean is exact only up to rounding; the softmax gradient removes the remainder.
+    The mean has a rounding error; PyTorch's own gradient of the softmax then subtracts the remaining sum.
     """
     dweights[..., -1] = 0.0
     dweights -= mean
@@ -218,7 +218,7 @@ def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor
 
 
 def block_size(num_new: int, num_heads: int, window: int, device: torch.device) -> int:
-    """Queries per block: about the window length, fewer for windows so wide that one such block would fill a tile."""
+    """Queries per block: about as many as the window; fewer if a block of a wide window would not fit a tile."""
     largest = min(max(LARGEST_BLOCK, window // LARGEST_SHARE), LARGEST_OF_ALL)
     numbers = _num_weights(device) if largest == LARGEST_BLOCK else max(_num_weights(device), MOST_NUMBERS)
     wanted = numbers // (num_heads * max(window, 1)) // SMALLEST_BLOCK * SMALLEST_BLOCK
@@ -226,7 +226,7 @@ def block_size(num_new: int, num_heads: int, window: int, device: torch.device) 
 
 
 def _tiles(shape: torch.Size, num_all: int, bias_KL: Tensor) -> Iterator[Tile]:
-    """Tiles of queries (B, T, H, D), the last of all tokens, in the order of time."""
+    """Tiles, in the order of time, of queries (B, T, H, D), which are the last of `num_all` tokens."""
     num_batch, num_new, num_heads = shape[:3]
     num_read, block, most = num_all - num_new, len(bias_KL), _num_weights(bias_KL.device)
     window, first = bias_KL.shape[1] - block, 0
@@ -269,14 +269,14 @@ def write_query_blocks(blocks: Tensor, tile: Tile, total_BTHD: Tensor) -> None:
 
 
 def add_key_blocks(blocks: Tensor, tile: Tile, total_BSHD: Tensor) -> None:
-    """Add gradients of the tile's keys at the places from which `key_blocks` reads; blocks overlap by a window."""
+    """Add gradients of the tile's keys at the places from which `key_blocks` reads; blocks share keys."""
     blocks_BNHLD = blocks.unflatten(0, (-1, tile.num_blocks, total_BSHD.shape[2]))
     region_BSHD = total_BSHD[tile.keys]
     if tile.num_blocks == 1:
         region_BSHD.add_(blocks_BNHLD[:, 0].transpose(1, 2))
         return
     for offset in range(0, tile.num_keys, tile.block):
-        # Pieces of at most a block do not overlap, so that each target is written once.
+        # Pieces no longer than a block do not overlap, so that each target is written once.
         piece_BNHLD = blocks_BNHLD[:, :, :, offset : offset + tile.block]
         width = piece_BNHLD.shape[3]
         last = offset + (tile.num_blocks - 1) * tile.block + width

@@ -1,4 +1,4 @@
-"""The definition of windowed attention, its state and its weights, as the equation. Quadratic in time."""
+"""Windowed attention, its state and its weights, computed straight from the equation. Time is quadratic."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from multilin.ops.softmax import softmax
 
 
 class WindowedAttentionState(NamedTuple):
-    """The last `window` tokens, in float32 or better; a logit is -inf where no token was read, else 0."""
+    """The last `window` tokens, in float32 or better; a logit is -inf for a missing or hidden token, else 0."""
 
     keys_BSHD: Tensor
     values_BSHE: Tensor
@@ -20,7 +20,7 @@ class WindowedAttentionState(NamedTuple):
 
     @property
     def slots(self) -> Slots:
-        """All of it is a window."""
+        """All fields are windows."""
         return Slots(("keys_BSHD", "values_BSHE", "logits_BS"), are_multiplied=True)
 
 
@@ -41,7 +41,7 @@ def windowed_attention(
 def all_tokens(
     queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, state: WindowedAttentionState | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and logits of the state's tokens and then the new ones; the logits in the dtype to compute in."""
+    """Keys, values and logits of the state's tokens, then the new tokens; logits are in the dtype to compute in."""
     dtype = torch.promote_types(torch.promote_types(queries.dtype, values.dtype), torch.float32)
     logits = torch.zeros(keys.shape[:2], dtype=dtype, device=keys.device)
     if padding is not None:
@@ -56,7 +56,7 @@ def all_tokens(
 def last_tokens(
     keys: Tensor, values: Tensor, logits: Tensor, starts: Tensor | None, num_tokens: int
 ) -> WindowedAttentionState:
-    """The last tokens of the last text; filled up at the front where there are fewer."""
+    """The last `num_tokens` tokens; the logit of missing tokens and of tokens of an earlier text is -inf."""
     missing = max(num_tokens - keys.shape[1], 0)
     first = keys.shape[1] + missing - num_tokens
     if starts is not None:
@@ -105,9 +105,9 @@ def windowed_attention_weights(
     slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False,
     padding: Bool[Tensor, "B T"] | None = None, starts: Bool[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B H T T"]:  # fmt: skip
-    """The weights of `windowed_attention` with these arguments at the start of a text, in float32 or better.
+    """The weights with which `windowed_attention` averages the values of a text from its start, float32 or better.
 
-    They are 0 where t does not read j; 1 minus their sum is the null key's weight.
+    A weight is 0 where position t does not read token j. The null key's weight is 1 minus the sum of these weights.
 
     Cost: O(B H T^2 D) time, O(B H T^2) memory.
     """

@@ -334,7 +334,7 @@ def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], stages=stages), extend=2)
     found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
-    assert any("more were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
+    assert any("further values were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any(
         "The best optimizer.learning_rate of elita is the lowest or highest" in remark for remark in found.remarks
     )
@@ -574,7 +574,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. "
         "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
-        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
+        "differences to all others exceed noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
         "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
         "(no spread between seeds for a test)."
     )

@@ -85,7 +85,7 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
         "divided by the sum of the importances read"
     )
     if own_BHT is not None:
-        meaning += "; the own term is the share with which the position's own token counts once more, past the sum"
+        meaning += "; the own term is the share of the position's own token, which is added to this sum once more"
     farthest = None if window is None else window - 1
     null_BHT = None if options.get("null_logit") is None else _missing(weights_BHTS)
     return Reading(f"{meaning}.", weights_BHTS, 0, farthest, own_BHT, null_BHT)
@@ -99,7 +99,7 @@ def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any
         "the decay over distance included"
     )
     if null_BHT is not None:
-        meaning += "; what the null key takes is read from nowhere"
+        meaning += "; the weight of the null key belongs to no token"
     return Reading(f"{meaning}.", weights_BHTS, min(window, 1), window, null_BHT=null_BHT)
 
 

@@ -127,7 +127,7 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
     if is_seen and input_ids.numel():
         low, high = (int(x) for x in input_ids.aminmax())
         if low < 0 or high >= vocab_size:
-            raise InputError(f"input_ids: {low if low < 0 else high} given, but there are {vocab_size} tokens, from 0")
+            raise InputError(f"input_ids: {low if low < 0 else high} given, but ids are 0 to {vocab_size - 1}")
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:

@@ -94,7 +94,7 @@ def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor |
         return None
     is_wrong_N = (targets_N != IGNORED) & ((targets_N < 0) | (targets_N >= len(weight)))
     if is_wrong_N.any():
-        raise InputError(f"targets: {int(targets_N[is_wrong_N][0])} given, but there are {len(weight)} tokens, from 0")
+        raise InputError(f"targets: {int(targets_N[is_wrong_N][0])} given, but ids are 0 to {len(weight) - 1}")
     rows = (targets_N != IGNORED).nonzero().flatten()
     return rows if len(rows) < len(targets_N) else None
 

@@ -114,7 +114,7 @@ def check_own_term(window: int | None, null_logit: float | None) -> None:
     """Raise InputError for own logits with a window or a null token, which no architecture needs."""
     if window is not None or null_logit is not None:
         other = f"window {window}" if window is not None else f"null_logit {null_logit}"
-        raise InputError(f"own_logits: given with {other}, but they need window None and null_logit None")
+        raise InputError(f"own_logits: given with {other}, but window and null_logit must be None")
 
 
 def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | None, num_new: int) -> Tensor:

@@ -582,7 +582,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
     assert reached["tokens"] == pytest.approx(256 + 64 * 0.5)
     assert speed_sentence(clear).startswith(
-        "To reach 2.500 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
+        "To reach 2.500 bits per byte, the final score of gpt2, elita needs the fewest training tokens (288 instead of 320)"
     )
     tied = made_up(found, [[2.5, 3, 2.0], [2.5, 3, 2.01]], [[2.4, 4, 2.5], [2.4, 4, 2.51]])
     assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
@@ -598,12 +598,12 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
 @pytest.mark.parametrize(
     ("courses", "said"),
     [
-        (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
+        (NOISY, "gpt2 is within noise of elita (p > 0.05, corrected for 1 pair)."),
         (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
-        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),
-        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), and gpt2 the same; gpt2"),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), the same as gpt2; gpt2"),
+        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), the same as gpt2; gpt2"),
     ],
 )  # fmt: skip
 def test_no_row_is_called_best_that_others_cannot_be_told_from(

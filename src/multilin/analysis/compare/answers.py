@@ -248,7 +248,7 @@ def speed_sentence(comparison: Comparison) -> str:
     unit = UNITS[comparison.measure]
     level = f"{100 * ends[worst.name]:.1f} %" if unit == "accuracy" else f"{ends[worst.name]:.3f}"
     level = f"{level} {unit}"
-    return f"To reach {level}, the score of {worst.name} at its end, {'; '.join(parts) or 'all rows need the same'}."
+    return f"To reach {level}, the final score of {worst.name}, {'; '.join(parts) or 'all rows need the same'}."
 
 
 def cost_sentence(comparison: Comparison) -> str:

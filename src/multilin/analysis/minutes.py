@@ -243,9 +243,7 @@ class _Picker:
         """Refuse a recipe that the table cannot complete, and find the given vocabulary."""
         minutes = "--minutes picks a model for a text"
         if num_processes() > 1:
-            raise InputError(
-                "--minutes: works in one process only; with torchrun, give a recipe and --training.minutes"
-            )
+            raise InputError("--minutes: works in one process only; under torchrun, give --training.minutes")
         if is_task(self.base.data.name):
             raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
         if self.base.model.start is not None:

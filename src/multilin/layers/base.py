@@ -9,7 +9,7 @@ from multilin.errors import InputError
 
 
 class Layout(NamedTuple):
-    """Of one call: positions of its tokens, starts of texts, padding, and whether a state is needed.
+    """For the tokens of one call: positions, starts of texts, padding, and whether a state is needed.
 
     positions_BT: int64, position of each token in its text, from 0; padding repeats the position before it.
     starts_BT: True where a text begins inside a row (packing); None if every row continues its text.

@@ -218,7 +218,7 @@ def test_a_folder_that_must_be_new_is_empty(tmp_path: Path, monkeypatch: pytest.
     assert check_folder("--output", tmp_path, must_be_new=True) == tmp_path.resolve()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "is_mount", lambda path: path == tmp_path.resolve())
-        with pytest.raises(InputError, match="cannot be replaced by the finished folder; name a new folder in it"):
+        with pytest.raises(InputError, match="cannot be replaced by the finished folder; name a new folder inside it"):
             check_folder("--output", tmp_path, must_be_new=True)
     (tmp_path / "file").touch()
     assert check_folder("--output", tmp_path) == tmp_path.resolve()

@@ -334,7 +334,7 @@ def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], stages=stages), extend=2)
     found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
-    assert any("more were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
+    assert any("further values were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any(
         "The best optimizer.learning_rate of elita is the lowest or highest" in remark for remark in found.remarks
     )
@@ -574,7 +574,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. "
         "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
-        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
+        "differences to all others exceed noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
         "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
         "(no spread between seeds for a test)."
     )
@@ -582,7 +582,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
     assert reached["tokens"] == pytest.approx(256 + 64 * 0.5)
     assert speed_sentence(clear).startswith(
-        "To reach 2.500 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
+        "To reach 2.500 bits per byte, the final score of gpt2, elita needs the fewest training tokens (288"
     )
     tied = made_up(found, [[2.5, 3, 2.0], [2.5, 3, 2.01]], [[2.4, 4, 2.5], [2.4, 4, 2.51]])
     assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
@@ -598,12 +598,12 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
 @pytest.mark.parametrize(
     ("courses", "said"),
     [
-        (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
+        (NOISY, "gpt2 is within noise of elita (p > 0.05, corrected for 1 pair)."),
         (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
-        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),
-        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), and gpt2 the same; gpt2"),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), the same as gpt2; gpt2"),
+        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), the same as gpt2; gpt2"),
     ],
 )  # fmt: skip
 def test_no_row_is_called_best_that_others_cannot_be_told_from(

@@ -90,15 +90,24 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "rows.elita: stages.model.hidden_size: 0",
         ),
         ({"stages": [{"optimizer.name": ["x2"]}]}, "rows.elita: stages.optimizer.name: x2 given, but it multiplies a"),
-        ({"extend": 2}, "extend: 2 given, but only one stage of one field with two or more different positive"),
-        ({"extend": 1, "stages": [{"schedule.name": ["linear", "cosine"]}]}, "extend: 1 given, but only one stage"),
-        ({"extend": 1, "stages": [{"optimizer.weight_decay": [0.0, 0.1]}]}, "extend: 1 given, but only one stage"),
+        ({"extend": 2}, "extend: 2 given, but it needs a single stage, with two or more different positive"),
+        (
+            {"extend": 1, "stages": [{"schedule.name": ["linear", "cosine"]}]},
+            "extend: 1 given, but it needs a single stage",
+        ),
+        (
+            {"extend": 1, "stages": [{"optimizer.weight_decay": [0.0, 0.1]}]},
+            "extend: 1 given, but it needs a single stage",
+        ),
         (
             {"extend": 1, "stages": [{"optimizer.betas": [[0.9, 0.9], [0.9, 0.99]]}]},
-            "extend: 1 given, but only one stage",
+            "extend: 1 given, but it needs a single stage",
         ),
         ({"like": "nowhere"}, "like: "),
-        ({"final_half": True, "task": "mqar"}, "final_half: true given, but the task mqar makes new sequences"),
+        (
+            {"final_half": True, "task": "mqar"},
+            "final_half: true given, but a task has no validation documents to divide",
+        ),
         ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
         ({"stages": [{f"optimizer.{n}": list(range(99)) for n in "ab"}]}, "stages.0: 9801 combinations given"),
         (
@@ -403,7 +412,7 @@ def test_a_sweep_may_be_like_one_that_has_its_rows_and_is_like_no_other(sweep_fi
     assert load_sweep(first).rows.keys() == {"elita"}
     for content, sentence in (
         (f"like: {other.name}\nrows: {{elite: }}", "has no row 'elite'; did you mean 'elita'"),
-        ("like: first.yaml\nrows: {elita: }", f"first.yaml given, but that is like {other.name} itself"),
+        ("like: first.yaml\nrows: {elita: }", "first.yaml given, but this sweep has a field `like` too"),
     ):
         second = other.with_name("second.yaml")
         second.write_text(content)

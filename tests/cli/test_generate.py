@@ -150,7 +150,7 @@ def test_a_continued_text_is_bounded_too(additive: Path, cli: Call, refusal: Cal
     state = tmp_path / "text.state"
     cli("generate", additive, "--prompt", "", "--max-new-tokens", N_POSITIONS - 4, "--save-state", state)
     message = refusal("generate", additive, "--prompt", "", "--max-new-tokens", 6, "--state", state)
-    assert message.startswith(f"max_new_tokens: 6 after a text of {N_POSITIONS - 3} tokens given")
+    assert message.startswith(f"max_new_tokens: 6 given after a text of {N_POSITIONS - 3} tokens")
 
 
 def test_a_state_goes_with_its_own_model(

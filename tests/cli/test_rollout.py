@@ -56,7 +56,7 @@ def test_outputs_that_overflow_are_refused(folder: Path, refusal: Call, tmp_path
         (["--prompt", ""], "prompt: none given, but a rollout continues a text; give --prompt"),
         ([], "prompt: none given, but a rollout continues a text; give --prompt"),
         (["--prompt", "x" * N_POSITIONS], "prompt: the text has 65 tokens, but this model reads at most 64"),
-        (["--prompt", "x", "--num-steps", "64"], "num_steps: 64 after a text of 2 tokens given, but this model reads"),
+        (["--prompt", "x", "--num-steps", "64"], "num_steps: 64 given after a text of 2 tokens, but this model reads"),
         (["--prompt", "x", "--num-steps", "0"], "--num-steps: 0 given, but it should be at least 1"),
         (["--prompt", "x", "--dtype", "int8"], "--dtype: 'int8' given, but it should be float64 or float32"),
     ],

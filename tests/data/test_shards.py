@@ -512,7 +512,7 @@ def test_the_beginning_of_a_long_text_decides_what_is_set_aside(
             assert beginning + end == text
             assert 0.05 < len(end) / len(text) < 0.11
         assert 0.03 < len("".join(validation)) / len("".join(texts)) < 0.2
-        summary = r"10 % of the documents; of each above \S+ (kB|bytes), its last 10 %, \S+ kB of \S+ kB"
+        summary = r"10 % of the documents; of each document above \S+ (kB|bytes), its last 10 %, \S+ kB of \S+ kB"
         assert re.fullmatch(summary, manifest.validation.describe().summary)
 
 

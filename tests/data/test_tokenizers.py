@@ -303,7 +303,7 @@ def test_a_text_of_too_many_words_is_sampled_evenly(
             read.append(text)
             yield text
 
-    with pytest.warns(UserWarning, match=r"the tokenizer is trained on 0\.0 of its 0\.1 MB, spread evenly"):
+    with pytest.warns(UserWarning, match=r"the tokenizer is trained on 0\.0 of 0\.1 MB, spread over the text"):
         sampled = train_tokenizer(once(), kind, 600)
     assert read == texts
     sample = texts[::16]

@@ -116,11 +116,11 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(InputError, match="num_steps: 0"):
             run(model, ids(1, 2), 0)
         for token in (-1, VOCAB_SIZE):
-            with pytest.raises(InputError, match=f"input_ids: {token} given, but there are {VOCAB_SIZE} tokens"):
+            with pytest.raises(InputError, match=f"input_ids: {token} given, but ids are 0 to {VOCAB_SIZE - 1}"):
                 run(model, torch.tensor([[0, token]]), 3)
-            with pytest.raises(InputError, match=f"input_ids: {token} given, but there are {VOCAB_SIZE} tokens"):
+            with pytest.raises(InputError, match=f"input_ids: {token} given, but ids are 0 to {VOCAB_SIZE - 1}"):
                 compose(model).logits(torch.tensor([[0, token]]))
-        with pytest.raises(InputError, match=r"num_steps: 19 after a text of 2 tokens given, .* so at most 18 can"):
+        with pytest.raises(InputError, match=r"num_steps: 19 given after a text of 2 tokens, .* so at most 18 can"):
             run(model, ids(1, 2), 19)
     with pytest.raises(InputError, match="n_positions: none given"):
         MultilinConfig.from_architecture("linear_mixer", hidden_size=8, num_layers=1, vocab_size=5)

@@ -69,7 +69,7 @@ def test_the_state_of_another_architecture_is_refused(model) -> None:
     num_layers = len(model.config.layers)
     other = create_model("mingru", hidden_size=8, num_layers=num_layers, vocab_size=13, n_positions=64).eval()
     for reader in (model, model.generate):
-        with pytest.raises(InputError, match="the state of another model, which has a layer of mingru of width 8"):
+        with pytest.raises(InputError, match="the state of another model; its layer is mingru of width 8"):
             reader(torch.tensor([[1, 2]]), past_key_values=read(other, [1]))
 
 
@@ -85,5 +85,5 @@ def test_rows_of_different_lengths_are_continued_as_far_as_the_longest_has_room(
     for row, (read, given) in enumerate(((tokens[:1], new[:1, 38:]), (tokens[1:, 40:], new[1:]))):
         alone = model.generate(torch.cat([read, given], dim=1), max_new_tokens=13, do_sample=False, eos_token_id=None)
         assert torch.equal(found[row, 40:], alone[0, -13:])
-    with pytest.raises(InputError, match="max_new_tokens: 14 after a text of 52 tokens given"):
+    with pytest.raises(InputError, match="max_new_tokens: 14 given after a text of 52 tokens"):
         model.generate(new, attention_mask=new_mask, max_new_tokens=14, **how)

@@ -290,8 +290,8 @@ def test_a_state_of_inference_mode_is_read_with_gradients(architecture: str) -> 
         (torch.tensor([1, 2, 3]), "int64 of shape (3,) given, but it must be a tensor (B, T) of token ids"),
         (torch.ones(1, 3), "float32 of shape (1, 3) given"),
         ([[1, 2, 3]], "[[1, 2, 3]] given, but it must be a tensor"),
-        (torch.tensor([[1, 2, VOCAB_SIZE]]), f"{VOCAB_SIZE} given, but there are {VOCAB_SIZE} tokens, from 0"),
-        (torch.tensor([[1, -2]]), f"-2 given, but there are {VOCAB_SIZE} tokens, from 0"),
+        (torch.tensor([[1, 2, VOCAB_SIZE]]), f"{VOCAB_SIZE} given, but ids are 0 to {VOCAB_SIZE - 1}"),
+        (torch.tensor([[1, -2]]), f"-2 given, but ids are 0 to {VOCAB_SIZE - 1}"),
     ],
 )
 def test_what_is_no_token_is_named(tokens: Any, words: str) -> None:

@@ -150,7 +150,7 @@ def test_int8_gradients_are_right_on_average(dtype: torch.dtype) -> None:
 def test_the_product_does_not_overflow_where_sums_are_longest() -> None:
     values = torch.full((1, portable.LONGEST_SUM), 127, dtype=torch.int8)
     assert portable.multiply(values, values.t()).item() == 127**2 * portable.LONGEST_SUM
-    with pytest.raises(InputError, match="weight: sums of"):
+    with pytest.raises(InputError, match="weight: rows of"):
         int8_linear(torch.ones(1, portable.LONGEST_SUM + 1), torch.ones(1, portable.LONGEST_SUM + 1))
 
 

@@ -147,8 +147,8 @@ def pick(
         steps = tokens / picked.tokens_per_second / TRAINING_SHARE
         needed = time.monotonic() - began + steps + START_AND_END
         remarks.append(
-            f"More than {MOST_PASSES} passes over this text would overfit, so the run ends after {MOST_PASSES}, in "
-            f"about {min(needed / 60, minutes):.1f} minutes. A longer run needs more text."
+            f"More than {MOST_PASSES} passes over this text would overfit, so the run ends after {MOST_PASSES} passes, "
+            f"in about {min(needed / 60, minutes):.1f} minutes. A longer run needs more text."
         )
     by_heart = picked.parameters / train_bytes * (tokens / text.train.num_tokens - 1)
     recipe = picker.recipe(picked.size, tokens, is_known_by_heart=by_heart >= BY_HEART, most_tokens=most_tokens)
@@ -222,7 +222,7 @@ def _training_seconds(minutes: float, began: float) -> float:
     used = time.monotonic() - began
     left = 60 * minutes - used
     if (seconds := min(TRAINING_SHARE * left, left - ENDING - 2 * FIRST_SAVE)) <= used / 10:
-        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s so far; give more")
+        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s; give more")
     return seconds
 
 
@@ -243,7 +243,7 @@ class _Picker:
         """Refuse a recipe that the table cannot complete, and find the given vocabulary."""
         minutes = "--minutes picks a model for a text"
         if num_processes() > 1:
-            raise InputError(f"{minutes} in one process; with torchrun, give a recipe and --training.minutes")
+            raise InputError("--minutes: works in one process only; under torchrun, give --training.minutes")
         if is_task(self.base.data.name):
             raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
         if self.base.model.start is not None:

@@ -91,7 +91,7 @@ def print_report(report: "Report") -> None:
         _print_largest(report, weights_S, "weight")
     if effects_S is not None:
         console.print(
-            f"\nEffect of removing each token but the last on the prediction of the next token. "
+            f"\nEffect on the prediction of the next token when a token before the last one is removed. "
             f"{MEANINGS['divergence']}"
         )
         if weights_S is None:

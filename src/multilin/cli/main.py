@@ -136,7 +136,7 @@ def _print_overview(verbs: list[str]) -> None:
     for verb in verbs:
         print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
-    print("Set MULTILIN_ALLOCATOR=system in the environment to keep the settings of glibc's memory allocator.")
+    print("To let glibc return freed memory to the system, which is slower, set MULTILIN_ALLOCATOR=system.")
 
 
 def _repeat_signal(lost: Any) -> None:

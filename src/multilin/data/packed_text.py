@@ -116,11 +116,11 @@ class PackedText:
         except FileNotFoundError as error:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
         except (ValueError, TypeError, SafetensorError) as error:
-            raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
+            raise InputError(f"{folder}: damaged ({error}); delete this folder to prepare the text again") from None
         for name, size in sizes.items():
             if size != (expected := description.num_tokens * item_bytes[name]):
                 difference = f"{plural(size, 'byte')} instead of {expected}"
-                raise InputError(f"{folder}: {name} has {difference}; delete it to prepare it again")
+                raise InputError(f"{folder}: {name} has {difference}; delete this folder to prepare the text again")
         return cls(folder, description, index)
 
     def every_other(self, first: int) -> "PackedText":
@@ -327,7 +327,7 @@ def pack(
         InputError: the folder exists, or there is no document.
     """
     if folder.exists():
-        raise InputError(f"{folder} exists already; a text is packed into a new folder")
+        raise InputError(f"{folder} exists already; give a new folder")
     with atomic_folder(folder) as partial:
         pack_into(documents, tokenizer, partial, progress)
     return PackedText.open(folder)
@@ -406,7 +406,7 @@ class _Writer:
 
     def add_conversation(self, document: Document, conversations: ConversationEncoder) -> NDArray[np.bool_]:
         """Write a conversation; the result says for each of its tokens whether it belongs to an answer."""
-        assert document.messages is not None, "texts and conversations are packed apart"
+        assert document.messages is not None, "texts and conversations are not packed together"
         ids, is_answer = conversations.encode(document.messages, document.name)
         if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write them itself
             ids, is_answer = [self._start, *ids], [False, *is_answer]

@@ -114,7 +114,7 @@ class Split:
         longest, share = max(fraction * census.num_bytes / ENOUGH, SHORTEST_END / fraction), f"{100 * fraction:g} %"
         summary = f"{share} of the documents"
         if not census.is_chat:
-            summary += f"; of each above {decimal(int(longest))}, its last {share}"
+            summary += f"; of each document above {decimal(int(longest))}, its last {share}"
         return cls(fraction, None, longest=longest, summary=summary)
 
     def parts(self, document: Document) -> tuple[Document | None, Document | None]:

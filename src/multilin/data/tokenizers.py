@@ -229,7 +229,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
             sample.add(piece)
         warnings.warn(
             "tokenizer: the text has too many different words for the memory, as text without spaces has, so the "
-            f"tokenizer is trained on {sample.kept / 1e6:.1f} of its {sample.seen / 1e6:.1f} MB, spread evenly",
+            f"tokenizer is trained on {sample.kept / 1e6:.1f} of {sample.seen / 1e6:.1f} MB, spread over the text",
             stacklevel=2,
         )
         tokenizer.train_from_iterator(sample.pieces, _trainer(kind, vocab_size))

@@ -82,7 +82,7 @@ def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> P
                 raise InputError(f"{name}: {short_path(path)} exists already; name a new folder")
             if target.is_mount() or not os.access(target.parent, os.W_OK | os.X_OK):
                 raise InputError(
-                    f"{name}: {short_path(path)} cannot be replaced by the finished folder; name a new folder in it"
+                    f"{name}: {short_path(path)} cannot be replaced by the finished folder; name a new folder inside it"
                 )
     return target
 

@@ -244,6 +244,6 @@ def check_length(num_before: int, num_new: int, limit: int | None, field: str = 
             f"prompt: the text has {num_before} tokens, but this model reads at most {limit} (n_positions)"
         )
     raise InputError(
-        f"{field}: {num_new} after a text of {plural(num_before, 'token')} given, but this model reads "
+        f"{field}: {num_new} given after a text of {plural(num_before, 'token')}, but this model reads "
         f"at most {limit} (n_positions), so at most {limit - num_before + 1} can follow"
     )

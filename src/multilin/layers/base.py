@@ -9,7 +9,7 @@ from multilin.errors import InputError
 
 
 class Layout(NamedTuple):
-    """The positions of the tokens of one call, the starts of texts, the padding, and whether a state is needed.
+    """For the tokens of one call: positions, starts of texts, padding, and whether a state is needed.
 
     positions_BT: int64, position of each token in its text, from 0; padding repeats the position before it.
     starts_BT: True where a text begins inside a row (packing); None if every row continues its text.
@@ -35,14 +35,14 @@ class Layer(GradientCheckpointingLayer):
     """
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """Output and next state; the state is None if the layout needs none."""
+        """Return output and next state; the state is None if the layout needs none."""
         raise NotImplementedError
 
 
 class ParameterHolder(nn.Module):
-    """The base class of modules with parameters of their own, which the model initialises.
+    """The base class of modules that hold parameters directly; the model initialises them.
 
-    transformers visits only modules that hold parameters directly, so the initialisation is here and not in the layer.
+    transformers visits only modules that hold parameters directly. So they initialise themselves, not the layer.
     """
 
     def initialize(self, std: float) -> None:
@@ -55,7 +55,7 @@ class ParameterHolder(nn.Module):
 
 
 def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
-    """Return the width of each head, or raise InputError if it is not a whole number of at least `fewest`."""
+    """Return the width of each head, or raise InputError if it is no whole number or below `fewest`."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:

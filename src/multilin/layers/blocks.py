@@ -1,4 +1,4 @@
-"""Parts of residual layers: the block of two modules, its feed-forward, norms without parameters, rotary positions."""
+"""Parts of residual layers: residual block, feed-forward, norms without parameters and rotary positions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class ResidualBlock(Layer):
     """A layer of two residual parts: x += attention(norm(x)), then x += feed_forward(norm(x)).
 
     Args:
-        norm: makes each of the two norms.
+        norm: function that creates a norm; called twice.
         attention: the module in which positions read each other, `y, state = attention(x, state, layout)`.
         feed_forward: (B, T, D) to (B, T, D), one position at a time.
     """
@@ -42,9 +42,9 @@ class GeluFeedForward(nn.Module):
     """A feed-forward with exact GELU, y = W_2 gelu(W_1 x), and dropout on the result.
 
     Args:
-        hidden_size: width D of x and y; the middle is 4 D wide.
+        hidden_size: width D of x and y; the hidden layer between is 4 D wide.
         dropout: probability in training.
-        bias: whether both matrices have one.
+        bias: whether both matrices have a bias.
     """
 
     def __init__(self, hidden_size: int, dropout: float = 0.0, *, bias: bool = False) -> None:
@@ -63,8 +63,8 @@ class TileNorm(nn.Module):
 
     Args:
         tile: width of a tile; None is the whole vector.
-        keeps_dtype: the result has the dtype of x also under autocast, for a gradient that half precision could not
-            hold; otherwise it has the dtype of autocast, which matrix products read.
+        keeps_dtype: the result has the dtype of x also under autocast, for gradients that half precision cannot
+            hold. Otherwise the result has the dtype of autocast, for the matrix products that read it.
     """
 
     def __init__(self, tile: int | None = None, *, keeps_dtype: bool = False) -> None:
@@ -110,7 +110,7 @@ def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dt
 
 
 def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
-    """Rotate the pairs of each head by the angles, so that products of two positions depend on their distance only.
+    """Rotate the pairs of each head by the angles, so that dot products of two positions depend on their distance only.
 
     Args:
         x_BTHD: (B, T, H, D) with D even, and a multiple of 64 above 64.

@@ -19,9 +19,9 @@ class Arithmetic:
     """How layers multiply with their matrices; embedding and output always use floats."""
 
     products: Literal["float", "int8"] = "float"  # products of inputs and weights
-    backward: Literal["float", "int8"] = "float"  # products of gradients, if `products` is int8
+    backward: Literal["float", "int8"] = "float"  # products of the backward pass, if `products` is int8
     weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
-        "none"  # round float weights to as few values as these formats have
+        "none"  # round float weights to the levels of these formats
     )
     stored_as_int8: bool = False  # keep weights in int8 only, without their floats
 
@@ -64,13 +64,13 @@ class Linear(nn.Linear):
             weight, factor = weight * factor, 1.0
         if factor == 1.0:
             return nn.functional.linear(x, weight, self.bias)
-        # A factor inside the product costs no time.
+        # As an argument of the product, the factor costs no time.
         start, beta = (weight.new_zeros(()), 0.0) if self.bias is None else (self.bias, 1.0)
         result = torch.addmm(start, x.reshape(-1, x.shape[-1]), weight.t(), beta=beta, alpha=factor)
         return result.view(*x.shape[:-1], len(weight))
 
     def multiply_pairs(self, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
-        """factor times the block outer product of (..., N, K) and (..., N, J), contracted, + bias; to (..., m)."""
+        """factor * W p + bias, with p the block outer product of (..., N, K) and (..., N, J); to (..., m)."""
         shape = (-1, *left.shape[-2:], right.shape[-1])
         if self.arithmetic.products == "int8":
             rounding = self._rounding()
@@ -97,11 +97,11 @@ class Linear(nn.Linear):
 
     @property
     def levels(self) -> str:
-        """The levels to which `round_weight` rounds the weight for int8 products."""
+        """The name of the levels to which `round_weight` rounds the weight for int8 products."""
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix that products use, as floats: int8 weights in this dtype, a parameter in its own dtype."""
+        """The matrix as floats: int8 weights are converted to `dtype`, a parameter keeps its own."""
         weight = self.matrix()
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)
@@ -114,9 +114,9 @@ class Linear(nn.Linear):
         self._register(rounded)
 
     def follow_int8(self, rounded: Rounded) -> None:
-        """Multiply with int8 values whose floats are kept on another device.
+        """Multiply with these int8 values, whose floats are kept on another device.
 
-        The parameter still gets the gradient of the floats, but its own numbers are no longer read.
+        The parameter still gets the gradient for the floats, but its numbers are no longer read.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
         self._register(rounded)
@@ -127,17 +127,17 @@ class Linear(nn.Linear):
 
 
 def is_unwrapped(module: nn.Module) -> bool:
-    """True if calling the module only runs the `forward` of its class.
+    """True if a call of the module only runs the `forward` of its class.
 
-    False if there are hooks, or if `forward` was replaced, as accelerate does to fetch weights from another device. An
-    adapter is a module of another class around it.
+    False if there are hooks, or if `forward` was replaced, as accelerate does to fetch weights from another device. The
+    class must be checked too, because an adapter around a module has another class.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return "forward" not in vars(module) and not any(hooks)
 
 
 def weight_of(module: nn.Module, like: Tensor) -> Tensor:
-    """The matrix (m, n) of a Linear without bias; with an adapter around it, the matrix of both together.
+    """The matrix (m, n) of a Linear without bias; with an adapter around it, their combined matrix.
 
     Args:
         module: PyTorch's Linear, or an adapter around it.
@@ -165,10 +165,10 @@ def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bool = False) -> Tensor:
-    """Multiply a matrix with the products of all pairs in blocks, p[n, k, j] = left[n, k] right[n, j].
+    """Compute W p, with the products of all pairs in each block, p[n, k, j] = left[n, k] right[n, j].
 
     Args:
-        module: a Linear of N K J inputs, or an adapter around it, which is then called with all products at once.
+        module: a Linear with N K J inputs, or an adapter around it, which is then called with p.
         left: (..., N, K).
         right: (..., N, J).
         scaled: divide by sqrt(N K J).

@@ -1,4 +1,4 @@
-"""Modules in which positions read each other. They call ops with the layout, and can record the weights."""
+"""Modules in which positions read each other. They call ops with the layout, and can record their weights."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from multilin.ops.windowed_attention import WindowedAttentionState, windowed_att
 
 
 class Reading(NamedTuple):
-    """The weights with which each position of a text reads the tokens up to it.
+    """The weights with which each position of a text reads tokens, its own and earlier ones.
 
-    meaning: one sentence that says what a weight is.
+    meaning: a sentence or two that say what a weight is.
     weights_BHTS: (B, H, T, T) weight of token s for position t, 0 if it is not read; H is 1 without heads.
     nearest, farthest: smallest and largest distance t - s that is read; farthest None reads to the start of the text.
-    own_BHT: (B, H, T) weight of a further term for the position's own token; None without such a term.
+    own_BHT: (B, H, T) weight of an extra term for the position's own token; None without such a term.
     null_BHT: (B, H, T) weight that is given to no token; None without such a term.
     is_share: whether the weights of a position are nonnegative and sum to 1, own and null included.
     """
@@ -37,13 +37,13 @@ class Reader(nn.Module):
     """The base class of modules in which positions read each other; it records the weights for `explain`.
 
     The methods below call ops: they take padding and the starts of texts from the layout, build no state if none is
-    needed, and record the weights. A module that calls another op does all this itself, and records with `record`.
+    needed, and record the weights. A module that calls another op does all this itself, and calls `record`.
     """
 
     _recorder: Callable[[Reading], None] | None = None
 
     def record(self, make_reading: Callable[[], Reading]) -> None:
-        """Compute and keep the weights of this forward pass, inside `record_readings` only."""
+        """Inside `record_readings`, compute and keep the weights of this forward pass; elsewhere do nothing."""
         if self._recorder is not None:
             self._recorder(make_reading())
 
@@ -52,7 +52,7 @@ class Reader(nn.Module):
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
         """The op `prefix_softmax` with these options (window, own_logits, null_logit): means (B, T, H, D), and state.
 
-        Padding has no weight: its logits become -inf.
+        The logits of padding become -inf, so padding has no weight.
         """
         if layout.padding_BT is not None:
             logits_BTH = logits_BTH.masked_fill(layout.padding_BT[..., None], -torch.inf)
@@ -85,7 +85,7 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
         "divided by the sum of the importances read"
     )
     if own_BHT is not None:
-        meaning += "; the own term is the share with which the position's own token counts once more, past the sum"
+        meaning += "; the own term is the share of the position's own token, which is added to this sum once more"
     farthest = None if window is None else window - 1
     null_BHT = None if options.get("null_logit") is None else _missing(weights_BHTS)
     return Reading(f"{meaning}.", weights_BHTS, 0, farthest, own_BHT, null_BHT)
@@ -99,7 +99,7 @@ def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any
         "the decay over distance included"
     )
     if null_BHT is not None:
-        meaning += "; what the null key takes is read from nowhere"
+        meaning += "; the weight of the null key belongs to no token"
     return Reading(f"{meaning}.", weights_BHTS, min(window, 1), window, null_BHT=null_BHT)
 
 
@@ -112,8 +112,8 @@ def _missing(weights_BHTS: Tensor) -> Tensor:
 def record_readings(layers: nn.Module) -> Iterator[list[tuple[str, Reading]]]:
     """Collect the name and reading of every Reader in the layers, in the order in which they run.
 
-    The layers must be called at the start of a text. Only the weights are computed again, from the same arguments as
-    the ops get.
+    The layers must be called at the start of a text. Their outputs do not change: the weights are computed again,
+    from the arguments of the ops.
     """
     readings: list[tuple[str, Reading]] = []
     readers = [(name, module) for name, module in layers.named_modules() if isinstance(module, Reader)]

@@ -9,16 +9,15 @@ from torch.nn.functional import conv2d, pad
 from multilin.layers.base import Layout, ParameterHolder
 from multilin.ops.kernels import refuse_second_derivative
 
-PIECE = {"cpu": (1, 128)}  # rows and positions whose products with a gradient stay in the cache until they are summed
+PIECE = {"cpu": (1, 128)}  # rows and positions of a piece whose products stay in the cache until they are summed
 WHOLE = (2**31, 2**31)  # on other devices, which need large pieces of work
 
 
 class ShortConvolution(ParameterHolder):
     """A causal convolution per channel over K tokens, y_t = sum_{i < K} w_{K-1-i} * x_{t-i}, without bias.
 
-    Tokens before the text count as 0, and so does padding, which keeps its place between tokens. Computed in float32 or
-    better. The state is the last K - 1 inputs, (B, K - 1, D), 0 where there is none; it follows the last token of each
-    row, whether padding is before it or after.
+    Inputs before the text count as 0, and so does padding, which keeps its place between tokens. Computed in float32 or
+    better. The state is the last K - 1 inputs (B, K - 1, D) up to the last token of each row, 0 where there is none.
 
     Args:
         width: D.
@@ -30,7 +29,7 @@ class ShortConvolution(ParameterHolder):
         self.weight = nn.Parameter(torch.empty(kernel_size, width))  # the current token's row is the last
 
     def forward(self, x_BTD: Tensor, state: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """(B, T, D) to (B, T, D), and the state; None where the layout needs none."""
+        """(B, T, D) to (B, T, D), and the state, or None if the layout needs none."""
         num_time, num_before = x_BTD.shape[1], len(self.weight) - 1
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         new_BTD = x_BTD.to(dtype)
@@ -57,7 +56,7 @@ class ShortConvolution(ParameterHolder):
 
 
 class _Convolution(torch.autograd.Function):
-    """Sums (B, T, D) of inputs (B, K - 1 + T, D); PyTorch's own gradient of the weights is slow."""
+    """The convolution of inputs (B, K - 1 + T, D) to (B, T, D), with a faster weight gradient than PyTorch's."""
 
     @staticmethod
     def forward(ctx: Any, inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
 
 
 def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
-    """The convolution on other devices than CPUs: cuDNN is many times slower; the compiler makes one kernel of it."""
+    """The convolution for GPUs: cuDNN is many times slower, and the compiler makes one kernel of these operations."""
     num_time = inputs_BSD.shape[1] - len(weight_KD) + 1
     y_BTD = inputs_BSD[:, :num_time] * weight_KD[0]
     for tap, weight_D in enumerate(weight_KD[1:], start=1):
@@ -101,14 +100,14 @@ def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
 
 
 def _convolve_channels_last(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
-    # Channels lie last in memory, and for this order PyTorch's two-dimensional convolution is several times faster.
+    # With channels last in memory, PyTorch's two-dimensional convolution is several times faster.
     kernel_DK = weight_KD.t()[:, None, :, None].contiguous(memory_format=torch.channels_last)
     y_BDT1 = conv2d(inputs_BSD.transpose(1, 2)[..., None], kernel_DK, groups=weight_KD.shape[1])
     return y_BDT1[..., 0].transpose(1, 2)
 
 
 def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, text_BS: Tensor) -> Tensor:
-    """The sums, computed again where they would cross the start of a text."""
+    """The sums, computed again for positions whose window crosses the start of a text."""
     text_BTK = text_BS.unfold(1, len(weight_KD), 1)
     is_own_BTK = text_BTK == text_BTK[..., -1:]
     row_N, time_N = (~is_own_BTK.all(dim=-1)).nonzero(as_tuple=True)

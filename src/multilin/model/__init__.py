@@ -14,6 +14,6 @@ __all__ = ["MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState"
 AutoConfig.register(MultilinConfig.model_type, MultilinConfig)
 AutoModel.register(MultilinConfig, MultilinModel)
 AutoModelForCausalLM.register(MultilinConfig, MultilinForCausalLM)
-# Pipelines, and Trainer, which shifts labels, tell bodies from language models by these names.
+# By these names, pipelines and the Trainer (which shifts labels) tell bodies from language models.
 MODEL_MAPPING_NAMES[MultilinConfig.model_type] = MultilinModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MultilinConfig.model_type] = MultilinForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama with options of multilin's models, to find the causes of a difference between models.
+"""GPT-2 and Llama with two options of multilin's models, to find why models differ in quality.
 
 With `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, for Llama only,
 every product is lin(W, x) = W x / sqrt(width of x), so that weights of unit variance keep the variance of x, and the
@@ -41,7 +41,7 @@ class ScaledLlamaConfig(LlamaConfig):
 
 
 class _Biased(FixedBias, PreTrainedModel):
-    """A model of transformers whose output gets a fixed bias, where the config asks for one."""
+    """A model of transformers whose output gets a fixed bias if the config asks for it."""
 
     def __init__(self, config: BiasedGPT2Config | ScaledLlamaConfig) -> None:
         super().__init__(config)
@@ -73,7 +73,7 @@ class ScaledLlama(_Biased, LlamaForCausalLM):
                 module.register_forward_pre_hook(_scale_input)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Resize as transformers does, which may create a new head, and scale the input of that head too."""
+        """Resize as transformers does. This may create a new head, whose input is then scaled too."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         if self.config.unit_variance:
             self._scale_inputs()
@@ -88,7 +88,7 @@ def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def attend_without_mask(model: PreTrainedModel) -> None:
     """Let a compiled GPT-2 or Llama use PyTorch's causal attention without a mask; other models stay as they are.
 
-    For a compiled model, transformers makes a T x T mask, because it cannot check whether position_ids are those of
+    For a compiled model, transformers makes a T x T mask, because it cannot check whether position_ids mark
     packed texts. With a mask, attention takes three times as long. After this call, the compiled model must not get
     position_ids of packed texts.
     """
@@ -110,6 +110,6 @@ AutoConfig.register(BiasedGPT2Config.model_type, BiasedGPT2Config)
 AutoConfig.register(ScaledLlamaConfig.model_type, ScaledLlamaConfig)
 AutoModelForCausalLM.register(BiasedGPT2Config, BiasedGPT2)
 AutoModelForCausalLM.register(ScaledLlamaConfig, ScaledLlama)
-# Without a name here, Trainer's label smoothing would compare each logit with the token just read, not the next one.
+# Without these names, Trainer's label smoothing would compare logits with the current token, not with the next one.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[BiasedGPT2Config.model_type] = BiasedGPT2.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ScaledLlamaConfig.model_type] = ScaledLlama.__name__

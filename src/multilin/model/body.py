@@ -28,7 +28,7 @@ DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ParameterHolder)
 
 
 class MultilinPreTrainedModel(PreTrainedModel):
-    """Base class of the body and the language model: config, initial weights, and attributes for transformers."""
+    """Base class of the body and the language model: config, initial weights and transformers' attributes."""
 
     config: MultilinConfig
     config_class = MultilinConfig
@@ -37,7 +37,7 @@ class MultilinPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Save as transformers does, with one more file that names the package which the model needs."""
+        """Save as transformers does, with one more file, which names the package that the model needs."""
         if is_main_process and not Path(save_directory).is_file():
             write_auto_file(Path(save_directory))
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
@@ -80,7 +80,7 @@ class MultilinModel(MultilinPreTrainedModel):
         self.unpackable = ", ".join(name for name in names if not get_architecture(name).packs)
         self.norm = _build_norm(config)
         self.post_init()
-        # After the weights are drawn: int8 weights are made from them.
+        # Only after the weights are drawn, because int8 weights are made from them.
         set_arithmetic(self.layers, load_settings(Arithmetic, config.arithmetic, "arithmetic"))
 
     @can_return_tuple
@@ -103,9 +103,9 @@ class MultilinModel(MultilinPreTrainedModel):
             input_ids: (B, T) token ids.
             attention_mask: (B, T) 1 for tokens, 0 for padding, which has no weight and advances no position. If
                 the mask is longer, as in generate(), its last T columns are used.
-            position_ids: (B, T) or (1, T) positions to use instead of counting. A position that does not rise begins
-                a document, as transformers' collators mark documents packed into a row. Without a state, padding
-                between tokens then keeps its place in windows.
+            position_ids: (B, T) or (1, T) positions to use instead of counting. A position that is not above the one
+                before it begins a document, as in rows packed by transformers' collators. Without a state, windows
+                then count padding between tokens.
             past_key_values: the state to continue from; changed in place. None is the start of a text.
             inputs_embeds: (B, T, D) embeddings to read instead of ids, in any dtype; converted to the model's dtype.
             use_cache: return the state; the default is the config's, but not in training.
@@ -115,7 +115,7 @@ class MultilinModel(MultilinPreTrainedModel):
             cu_seqlens: (N + 1,) the documents as cumulative lengths over the rows laid end to end.
             others: `seq_idx` and `cu_seq_lens_q` are document_ids and cu_seqlens under the names that transformers'
                 collators use; `max_length_q`, `max_length_k`, `cu_seq_lens_k` and `cache_position` are ignored.
-                Any other argument that is not None or False is refused.
+                Any other argument is refused, unless it is None or False.
 
         Returns:
             last_hidden_state (B, T, D), past_key_values with use_cache, and hidden_states on request.
@@ -164,7 +164,7 @@ class MultilinModel(MultilinPreTrainedModel):
     ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
         """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts.
 
-        With an order, `tokens` are packed and the hidden states unpacked; gradients pass through both.
+        If `order` is given, `tokens` are packed in it, and the hidden states are unpacked.
         """
         layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
         if layout.starts_BT is not None and self.unpackable:
@@ -184,14 +184,14 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_around_padding(
         self, tokens: Tensor, values: list[Any], mask: Tensor | None, packing: Packing, needs_state: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        """Like `_read`, but padding may also follow tokens. It does not affect the results.
+        """Like `_read`, but padding may also follow tokens. Padding does not change the results.
 
-        A window would keep padding in the place of tokens. So the tokens of each row are moved together and read
+        Otherwise a window would hold padding instead of tokens. So the tokens of each row are moved together and read
         without the padding between them. Padding gets the hidden states of the token before it in this call: the last
-        column of a prompt padded on the right then predicts the token after the prompt. Without one they are 0.
+        column of a prompt padded on the right then predicts the token after the prompt. Leading padding gets 0.
         """
         is_start = values[0] is None
-        # Without a state, given positions say where tokens stand: as in the published code, which counts padding.
+        # Without a state, given positions decide the place of tokens: as in the published code, which counts padding.
         keeps_columns = not needs_state and packing.position_ids is not None
         if mask is None or keeps_columns or not pads_after_tokens(mask, is_start, self.training and not needs_state):
             return self._read(tokens, values, mask, packing, needs_state)
@@ -207,7 +207,7 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_row_lengths(
         self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
     ) -> tuple[list[Tensor], list[Any]]:
-        """Continue each row with its first `counts_B` tokens, in pieces that end where rows end; 0 elsewhere."""
+        """Continue each row with its first `counts_B` tokens, in pieces that end where a row ends; the rest gets 0."""
         num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
@@ -237,7 +237,7 @@ class MultilinModel(MultilinPreTrainedModel):
 
 
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:
-    """The bool mask (B, T) of these tokens; None if the mask is on a CPU, not traced, and has no padding."""
+    """The bool mask (B, T) of these tokens; None if it has no padding; checked only on a CPU, not while traced."""
     mask = check_mask(attention_mask, num_batch, num_time)
     is_seen = mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if is_seen and bool(mask.all()) else mask

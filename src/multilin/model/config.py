@@ -48,7 +48,7 @@ from multilin import MultilinConfig, MultilinForCausalLM, MultilinModel
 
 @settings
 class TokenIds:
-    """The tokens with a role."""
+    """The ids of the special tokens."""
 
     bos_token_id: TokenId | None = None  # starts a text
     eos_token_id: TokenId | Annotated[list[TokenId], MaxLen(100)] | None = None  # ends a text
@@ -57,7 +57,7 @@ class TokenIds:
 
 @settings
 class _LayerEntry:
-    """Fields that every entry of `layers` may have besides the options of its architecture."""
+    """Fields that every entry of `layers` may have in addition to the options of its architecture."""
 
     architecture: str  # a registered one
     initializer_range: Strength | None = None  # standard deviation of initial weights; none is the model's
@@ -131,20 +131,20 @@ class MultilinConfig(PretrainedConfig):
             raise InputError(f"num_hidden_layers: {num_layers} given, but {len(self.layers)} layers are listed")
         num_heads = kwargs.pop("num_attention_heads", None)
         if num_heads is not None and num_heads != self.num_attention_heads:
-            self.num_attention_heads = num_heads  # the setter refuses it
+            self.num_attention_heads = num_heads  # the setter refuses this field
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config as transformers does, but check fields given by name like the fields of the file."""
+        """Make a config as transformers does, but check keyword arguments as strictly as the fields of the file."""
         own = [*FIELDS, *TOKEN_IDS, *cls.attribute_map, "num_hidden_layers"]
         given = {name: kwargs.pop(name) for name in own if name in kwargs}
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     def _check(self, others: Mapping[str, Any]) -> None:
-        """Check what the types of single fields cannot: unknown names, and fields that depend on each other."""
-        if "logit_scale" in others:  # In other models it also scales the output bias; final_scale does not.
+        """Check unknown names, and fields that depend on each other; types are checked elsewhere."""
+        if "logit_scale" in others:  # In other models, logit_scale also scales the output bias; final_scale does not.
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
         for name in others:  # transformers keeps unknown fields, such as those of other tools; only typos fail
             if not hasattr(PretrainedConfig, name) and (hint := nearest(name, FIELDS, cutoff=0.85)):
@@ -166,10 +166,10 @@ class MultilinConfig(PretrainedConfig):
 
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
-        raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
+        raise InputError(f"num_attention_heads: {value} given, but each layer has its own; set num_heads in `layers`")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary, with the number of heads, which PEFT reads from it."""
+        """The fields as a dictionary, with the number of heads, which PEFT reads there."""
         return super().to_dict() | {"num_attention_heads": self.num_attention_heads}
 
     @property
@@ -208,8 +208,8 @@ class MultilinConfig(PretrainedConfig):
             hidden_size, num_layers, vocab_size, n_positions: see the class.
             options: choices of the architecture's preset (heads, windows, ...).
             layers: entries as in the class, which replace the preset's layers; its other fields stay. Each entry has
-                its own options, so `options` must not be given. If nothing sets n_positions, it is the shortest
-                limit of a layer.
+                its own options, so `options` must not be given. If nothing sets n_positions, it is the lowest
+                limit of all layers.
             model: fields of this class that replace the preset's, and token ids.
 
         Raises:
@@ -254,7 +254,7 @@ def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mappin
     if num_layers not in (None, len(layers)):
         raise InputError(f"num_layers: {num_layers} given, but {len(layers)} layers are listed; leave it out")
     if options:
-        raise InputError(f"options.{next(iter(options))}: given, but where layers are listed each has its own options")
+        raise InputError(f"options.{next(iter(options))}: given, but layers are listed; put it into their entries")
     return len(layers)
 
 

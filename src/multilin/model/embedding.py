@@ -17,7 +17,7 @@ HASH_MASK = 2**63 - 1
 
 
 class EmbeddingState(NamedTuple):
-    """A count and a hash of the tokens that each row has read; all (B,) int64.
+    """The number and the hash of the tokens that each row has read; all fields are (B,) int64.
 
     num_read_B: number of tokens of the current document.
     document_B: number of the current document in document_ids.
@@ -42,7 +42,7 @@ class TokenEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """(B, T) ids, or (B, T, D) embeddings in their place, to (B, T, D)."""
+        """Map (B, T) ids, or (B, T, D) embeddings instead, to (B, T, D)."""
         x_BTD = self.embed_tokens(tokens) if tokens.ndim == 2 else tokens.to(self.embed_tokens.weight.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
@@ -56,17 +56,17 @@ class TokenEmbedding(nn.Module):
         packing: Packing,
         needs_state: bool,
     ) -> tuple[Layout, EmbeddingState | None]:
-        """Positions, document starts and padding of these tokens, and the state after them.
+        """Find positions, document starts and padding of these tokens, and the state after them.
 
         Args:
             tokens: (B, T) ids or (B, T, D) embeddings.
             state: state after the earlier tokens.
-            mask: (B, T) bool, False where there is padding.
+            mask: (B, T) bool, False for padding.
             packing: where documents begin, and positions to use instead of counting.
             needs_state: whether to return the next state.
 
         Raises:
-            InputError: no row, no token, a text longer than n_positions, or a tensor of another shape.
+            InputError: no rows, no tokens, a text longer than n_positions, or a tensor of another shape.
         """
         num_batch, num_time = tokens.shape[:2]
         if num_batch == 0:
@@ -110,7 +110,7 @@ class TokenEmbedding(nn.Module):
 
 
 def check_tokens(name: str, tokens: Any, config: MultilinConfig) -> None:
-    """Refuse input_ids that are no (B, T) ids of the vocabulary, and inputs_embeds that are no (B, T, D) embeddings."""
+    """Refuse input_ids that are not (B, T) ids of the vocabulary, and inputs_embeds that are not (B, T, D)."""
     is_ids = name == "input_ids"
     form = "(B, T) of token ids" if is_ids else f"(B, T, {config.hidden_size}) of embeddings"
     fits = isinstance(tokens, Tensor) and (tokens.dtype in (torch.int64, torch.int32)) == is_ids
@@ -127,11 +127,11 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
     if is_seen and input_ids.numel():
         low, high = (int(x) for x in input_ids.aminmax())
         if low < 0 or high >= vocab_size:
-            raise InputError(f"input_ids: {low if low < 0 else high} given, but there are {vocab_size} tokens, from 0")
+            raise InputError(f"input_ids: {low if low < 0 else high} given, but ids are 0 to {vocab_size - 1}")
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:
-    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^63, the same however a text is split.
+    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^63; splits of the text do not change it.
 
     Args:
         input_ids: (B, T) int64 ids.
@@ -173,7 +173,7 @@ def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: Embed
         started_BT = layout.starts_BT.long().flip(1).cumsum(dim=1).flip(1) - layout.starts_BT.long() == 0
         counts_BT = started_BT if counts_BT is None else counts_BT & started_BT
         hash_B = torch.where(layout.starts_BT.any(dim=1), 0, hash_B)
-    # Embeddings have no ids, so only the length identifies such a text.
+    # Embeddings have no ids, so a text of embeddings is identified by its length only.
     ids_BT = tokens if tokens.ndim == 2 else torch.zeros_like(layout.positions_BT)
     hash_B = hash_tokens(ids_BT, hash_B, counts_BT)
     num_read_B = torch.where(is_empty_B, num_read_B, layout.positions_BT.gather(1, last_B1)[:, 0] + 1)

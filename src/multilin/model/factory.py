@@ -1,4 +1,4 @@
-"""Create models by name and size: multilin's architectures, and GPT-2 and Llama to compare with."""
+"""Create models by name and size: multilin's architectures, and GPT-2 and Llama for comparisons."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **s
 
 def _llama(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
     kind = ScaledLlamaConfig if sizes.keys() & _OURS else LlamaConfig
-    # The gated feed-forward has three matrices: 8/3 of the width makes them as large as two of width 4.
+    # The gated feed-forward has three matrices: at 8/3 of the width they are as large as two at 4 widths.
     return kind(
         hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=num_heads,
         num_key_value_heads=num_heads, intermediate_size=8 * hidden_size // 3, attention_dropout=dropout,
@@ -38,7 +38,7 @@ BASELINES = {"gpt2": _gpt2, "llama": _llama}
 """Models of transformers, built at the sizes of multilin's: same width, depth, heads, vocabulary and tied output."""
 
 DEFAULT_NUM_LAYERS = 6
-_OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transformers lacks, and their defaults
+_OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transformers' configs lack, and their defaults
 
 
 @settings
@@ -104,8 +104,8 @@ def create_config(
         raise InputError(f"num_heads: {choices.num_heads} given, but it must divide the hidden size {hidden_size}")
     if architecture == "llama" and sizes.hidden_size // choices.num_heads % 2:
         raise InputError(
-            f"num_heads: {choices.num_heads} given, but half the hidden size {hidden_size} must be a multiple of it, "
-            "as rotary positions turn pairs of numbers"
+            f"num_heads: {choices.num_heads} given, but it must divide half the hidden size, {hidden_size // 2}, "
+            "because rotary positions turn pairs of numbers"
         )
     fields = dataclasses.asdict(load_settings(BaselineConfig, model, "model.config"))
     if architecture != "llama" and fields.pop("unit_variance"):
@@ -142,7 +142,7 @@ def training_defaults(architecture: str) -> TrainingDefaults:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model, of multilin or of transformers."""
+    """The module with the layers of a model of multilin or transformers."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == model.config.num_hidden_layers)
 

@@ -1,4 +1,4 @@
-"""transformers' generate() from a state, so that a text can be continued any number of times."""
+"""transformers' generate(), extended: it can start from a state, and so continue a text any number of times."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +25,9 @@ Settings = Sequence[GenerationConfig | None]
 
 
 class StatefulGenerationMixin(GenerationMixin):
-    """Adds to generate() a state to start from; generate() does not change this state.
+    """Let generate() start from a given state, without changing this state.
 
-    transformers recognises a model that can generate by the ending of this class's name.
+    transformers recognises models that can generate by the end of the name of this class.
     """
 
     config: MultilinConfig
@@ -75,7 +75,7 @@ class StatefulGenerationMixin(GenerationMixin):
             kwargs["cache_implementation"] = None
         _check_order(tokens, settings, kwargs)
         num_before = torch.zeros(1, dtype=torch.long)
-        # Embeddings need a state: without one, transformers would read new tokens without the embeddings before them.
+        # Embeddings need a state: without it, transformers would read new tokens without the embeddings before them.
         is_cached = name == "inputs_embeds" or _setting("use_cache", settings, kwargs) is not False
         if is_cached or kwargs.get("past_key_values") is not None:
             state = self._open_state(name, tokens, kwargs, new_tokens_only)
@@ -132,7 +132,7 @@ class StatefulGenerationMixin(GenerationMixin):
         limit, mask = self.config.n_positions, kwargs.get("attention_mask")
         max_new = _setting("max_new_tokens", settings, kwargs)
         if max_new is not None and kwargs.get("max_length") is None:
-            kwargs["max_length"] = None  # else transformers warns that the config's is not used
+            kwargs["max_length"] = None  # else transformers warns that it ignores the config's value
         if limit is None:
             return
         num_columns = 1 if tokens is None else tokens.shape[1]
@@ -141,13 +141,13 @@ class StatefulGenerationMixin(GenerationMixin):
         # The last new token is generated but not read.
         room = limit - length + 1
         max_length = _setting("max_length", settings[:1], kwargs)
-        if max_length is None and self.generation_config.max_length != limit:  # which the model itself has set
+        if max_length is None and self.generation_config.max_length != limit:  # the model itself has set this length
             max_length = self.generation_config.max_length
         if max_new is None and max_length is not None:
             max_new = max_length - num_columns
         if room < 1 or (max_new or 1) > room:
             raise InputError(
-                f"max_new_tokens: {max_new} after a text of {length} tokens given, but this model reads at most "
+                f"max_new_tokens: {max_new} given after a text of {length} tokens, but this model reads at most "
                 f"{limit} tokens (n_positions)"
             )
         if max_new is None:
@@ -162,10 +162,10 @@ class StatefulGenerationMixin(GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The inputs of the next call of the model: all columns that the state has not read yet.
+        """Prepare the next call of the model, which reads the columns that the state has not read.
 
         After `TextState.crop` these can be more than transformers counts. Assisted decoding begins with None instead of
-        a count. Without a count (0), a piece of a prompt is read whole. The state counts positions.
+        a count. A count of 0 reads a piece of a prompt whole. Positions come from the state.
         """
         if next_sequence_length != 0 and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
@@ -188,7 +188,7 @@ def _refuse_other_modes(settings: Settings, given: dict[str, Any]) -> None:
 
 
 def _setting(name: str, settings: Settings, given: dict[str, Any]) -> Any:
-    """The value of a setting: given by name, else in the given config, else in the model's."""
+    """The value of a setting: the keyword argument, else the given config's value, else the model config's."""
     values = (given.get(name), *(getattr(config, name, None) for config in settings))
     return next((value for value in values if value is not None), None)
 
@@ -197,7 +197,7 @@ def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: Tex
     """The number of columns of a whole text that the state has read.
 
     Raises:
-        InputError: the text is no longer than what was read, or begins with other tokens.
+        InputError: the text has no new tokens, or does not begin with the tokens that were read.
     """
     num_read_B, _, hash_B = state.parts[0]
     counts_BT = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
@@ -226,7 +226,7 @@ def _check_order(tokens: Tensor | None, settings: Settings, kwargs: dict[str, An
     """Refuse packed documents, and positions that do not count from 0: each row is continued as one text."""
     for name in ("document_ids", "cu_seqlens", "seq_idx", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
-            raise InputError(f"{name}: given, but generate() continues one text in each row; give the last one alone")
+            raise InputError(f"{name}: given, but generate() continues one text in each row; give only the last")
     positions, mask = kwargs.pop("position_ids", None), kwargs.get("attention_mask")
     if positions is None or tokens is None or _setting("is_assistant", settings, kwargs):
         return  # transformers itself sends positions to assistants

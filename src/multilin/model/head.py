@@ -32,7 +32,7 @@ class FixedBias:
 
     @torch.no_grad()
     def set_token_counts(self, counts: Tensor) -> None:
-        """Fix the head's bias to log((count + 1) / sum(counts + 1)) of each token, where the config asks for it.
+        """Fix the head's bias to log((count + 1) / sum(counts + 1)) of each token, if output_bias is "unigram".
 
         Args:
             counts: (V,) how often each token occurs in the training text.
@@ -101,7 +101,7 @@ def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """True if calling the head only multiplies with its own weight and adds its own bias.
 
-    False for an adapter, which is of another class, and where `is_unwrapped` is False.
+    False for an adapter, which has another class, and for modules that fail `is_unwrapped`.
     """
     return type(head) in (nn.Linear, FixedBiasLinear) and is_unwrapped(head)
 
@@ -117,7 +117,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def check_targets(name: str, targets: Any, tokens: Any) -> None:
-    """Refuse targets that are not one id for each token; the body refuses tokens that are no tensor."""
+    """Refuse targets that are not one id for each token; the body refuses tokens that are not a tensor."""
     if not isinstance(tokens, Tensor):
         return
     is_ids = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)

@@ -37,7 +37,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.output_bias == "learned")
         self.post_init()
         if config.n_positions is not None:
-            # Without it, transformers' pipelines ask for more tokens than fit.
+            # Without this attribute, transformers' pipelines ask for more tokens than fit.
             self.generation_config.max_length = config.n_positions
 
     @can_return_tuple
@@ -62,12 +62,12 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, output_hidden_states, document_ids,
                 cu_seqlens, others: see `MultilinModel.forward`.
-            labels: (B, T) the ids again (-100 is not scored); token t is predicted from the tokens before it.
-            use_cache: return the state; the default is the config's, but neither in training nor with labels.
+            labels: (B, T) the ids again, not shifted (-100 is not scored).
+            use_cache: return the state; the default is the config's, but False in training and with labels.
             logits_to_keep: number of last positions to compute logits for (0 for all), or a tensor of positions.
             num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
-            others: also `shift_labels`, (B, T) the token that follows each position (-100 is not scored), in place of
-                `labels`.
+            others: also `shift_labels`, in place of `labels`: (B, T) the token that follows each position (-100 is not
+                scored).
 
         Returns:
             loss in nats per scored token (with labels), logits (B, T kept, V) (not in training with labels),
@@ -76,7 +76,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         Raises:
             InputError: a text longer than n_positions, an unknown argument, or arguments that do not fit together.
         """
-        # Not a named parameter: Trainer would take it for a label of every batch, and evaluate without a loss.
+        # Not a named parameter: Trainer would expect it as a label in every batch, and evaluate without a loss.
         shift_labels = others.pop("shift_labels", None)
         is_scored = labels is not None or shift_labels is not None
         for name, targets in (("labels", labels), ("shift_labels", shift_labels)):

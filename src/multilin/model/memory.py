@@ -1,8 +1,8 @@
 """Estimate the memory of a model before it is built, and find the memory that this machine has left.
 
 Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
-as 60 to 100 % of what training was measured to keep (30 % for mixers). The estimate is low, so a refused model would
-almost certainly have run out of memory.
+at 60 to 100 % of their measured memory (30 % for mixers). The estimate is low, so a refused model would almost
+certainly have run out of memory.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
     """Refuse work that needs more bytes of memory than a device has left.
 
     Raises:
-        InputError: it does not fit; the message is `subject`, "would take at least", and both figures.
+        InputError: the work does not fit; the message is `subject`, "would take at least", and both figures.
     """
     left = available_memory(device)
     if left is not None and needed > left:
@@ -45,7 +45,7 @@ def available_memory(device: torch.device | str = "cpu") -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """Bytes that the machine, the container and the shell each leave to this process."""
+    """Bytes that this process may still allocate by each limit: of the machine, the container and the shell."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         yield 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
@@ -68,7 +68,7 @@ def _limits() -> Iterator[int]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, on any device; shared ones count once."""
+    """Bytes of all parameters and buffers, on any device; shared parameters count once."""
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -76,7 +76,7 @@ def parameter_bytes(model: nn.Module) -> int:
 def activation_bytes(
     model: PreTrainedModel, num_tokens: int, *, number_bytes: int = FLOAT_BYTES, recomputes: bool = False
 ) -> int:
-    """Bytes that training keeps of one forward pass.
+    """Bytes that training keeps from a forward pass for the backward pass.
 
     Args:
         model: the model, on any device, also meta.
@@ -92,7 +92,7 @@ def activation_bytes(
 
 
 def loss_bytes(model: PreTrainedModel, num_tokens: int, device: torch.device) -> int:
-    """Bytes of the logits and their gradients that the loss of a pass holds at a time on a device.
+    """Bytes of logits and their gradients that the loss holds at a time on a device.
 
     0 for GPT-2 and Llama: they hold the logits of all tokens, which `activation_bytes` counts.
     """

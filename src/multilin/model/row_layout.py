@@ -1,4 +1,4 @@
-"""Documents and padding in a row: where documents begin, in each form that collators use, and where padding is.
+"""Documents and padding in a row: where documents begin, in every form in which collators say it, and where padding is.
 
 Padding before the first token of a row has no effect. After a token, a window would keep padding instead of a token.
 So the tokens of each row are moved together before they are read, and the results are moved back.
@@ -24,7 +24,7 @@ class Packing(NamedTuple):
 
     document_ids: (B, T) number of each token's document; a change begins a document.
     cu_seqlens: (N + 1,) cumulative lengths of the documents in the rows laid end to end, from 0 to B * T.
-    position_ids: (B, T) or (1, T) position of each token in its document; one that does not rise begins a document.
+    position_ids: (B, T) or (1, T) positions in the documents; one not above the position before it begins a document.
     """
 
     document_ids: Tensor | None = None
@@ -37,7 +37,7 @@ class Packing(NamedTuple):
         return ", ".join(name for name, value in self._asdict().items() if value is not None)
 
     def part(self, rows: Tensor, columns: slice | Tensor) -> "Packing":
-        """The packing of some rows and columns, which index a tensor; not for a packing given as cu_seqlens."""
+        """The packing of the selected rows and columns; not for a packing given as cu_seqlens."""
         document_ids, _, position_ids = self
         if position_ids is not None and len(position_ids) == 1:
             position_ids = position_ids.expand(int(rows.max()) + 1, -1)
@@ -54,10 +54,10 @@ def read_packing(
     """The packing from the model's own arguments and from arguments of transformers' collators.
 
     Returns:
-        The packing, with `cu_seq_lens_q` as `cu_seqlens` and `seq_idx` as `document_ids`, and all other arguments.
+        The packing, in which `cu_seq_lens_q` is `cu_seqlens` and `seq_idx` is `document_ids`, and the others.
 
     Raises:
-        InputError: the same thing is given under two names.
+        InputError: an argument is given under both of its names.
     """
     rest = {name: value for name, value in others.items() if name not in SIZE_HINTS and value is not None}
     for name, given, alias in (("document_ids", document_ids, "seq_idx"), ("cu_seqlens", cu_seqlens, "cu_seq_lens_q")):
@@ -105,7 +105,7 @@ def document_starts(
 
 
 def _before(values_BT: Tensor, first_B: Tensor, padding_BT: Tensor | None) -> Tensor:
-    """For each column the value at the token before it, padding skipped; `first_B` where there is no token."""
+    """For each column the value at the last token before it, or `first_B` if there is no such token."""
     shifted_BT = torch.cat([first_B[:, None].to(values_BT.dtype), values_BT[:, :-1]], dim=1)
     if padding_BT is None:
         return shifted_BT
@@ -155,7 +155,7 @@ def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
             f"attention_mask: shape {tuple(attention_mask.shape)} given, but it must be ({num_batch}, {num_time})"
         )
     if attention_mask.dtype != torch.bool and not torch.compiler.is_compiling():
-        # Some packers number documents in the mask; read as ones, the documents would see each other.
+        # Some packers write document numbers into the mask; read as ones, they would let documents see each other.
         wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
         if len(wrong):
             raise InputError(
@@ -165,12 +165,12 @@ def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
 
 
 def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
-    """Whether padding follows a token; compiled code, which cannot look at the mask, assumes it at the start of a text.
+    """Whether padding follows a token. Compiled code cannot look at the mask, and says yes at the start of a text.
 
     Args:
         mask: (B, T) True for a token.
-        is_start: the rows are at the start of a text.
-        only_gaps: ignore padding after the last token of a row; compiled code does not.
+        is_start: whether the rows begin a text.
+        only_gaps: ignore padding after the last token of a row; compiled code counts it.
     """
     if torch.compiler.is_compiling():
         return is_start
@@ -183,11 +183,11 @@ def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
 
 
 class ColumnOrder(NamedTuple):
-    """An order of each row's columns in which the tokens lie together.
+    """The columns of each row in an order in which the tokens lie together.
 
-    take_BS: (B, S) the columns of the packed row, S the largest number of tokens in a row, at least 1;
-        T in compiled code.
-    place_BT: (B, T) the packed column of the last token up to each column; -1 where there is none.
+    take_BS: (B, S) the columns that make the packed row. S is the largest number of tokens in a row, at least 1; in
+        compiled code S is T.
+    place_BT: (B, T) for each column the packed column of the last token up to it; -1 without such a token.
     """
 
     take_BS: Tensor
@@ -195,7 +195,7 @@ class ColumnOrder(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: Tensor, at_end: bool) -> "ColumnOrder":
-        """The order for a (B, T) mask; with `at_end`, tokens come after the padding of the packed row, else before."""
+        """The order for a (B, T) mask: in the packed row, padding comes before the tokens if `at_end`, else after."""
         counts_B1 = mask.sum(dim=1, keepdim=True)
         width = mask.shape[1] if torch.compiler.is_compiling() else max(1, int(counts_B1.max()))
         take_BT = mask.int().argsort(dim=1, descending=not at_end, stable=True)

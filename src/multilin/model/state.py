@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from multilin.errors import InputError
 from multilin.ops.ring import Ring, slots_of
 
-LONGEST_STEP = 16  # most new tokens to read from rings; more are read faster from windows in token order
-FEWEST_SLOTS = 256  # fewest slots of a ring that is not full; doubled as tokens come
+LONGEST_STEP = 16  # most new tokens in a call that reads from rings; for more, windows in token order are faster
+FEWEST_SLOTS = 256  # fewest slots of a ring that is not full yet; doubled when tokens fill them
 
 
 class TextState(Cache):
@@ -26,9 +26,9 @@ class TextState(Cache):
     `clone` it first to keep a snapshot. `model.generate(ids, past_key_values=state)` continues from a copy.
 
     parts: the values of the embedding, which counts and hashes the tokens of each row, and of every layer, as they lie
-        in memory; None before the first token. `values` has their windows in the order of the tokens.
-    kinds: what each layer is, see `MultilinConfig.layer_kinds`.
-    num_columns: number of columns of `input_ids` that were read, padding included; transformers' length of a cache.
+        in memory; None before the first token. In `values`, windows are in the order of the tokens.
+    kinds: the kind of each layer, see `MultilinConfig.layer_kinds`.
+    num_columns: columns of `input_ids` that were read, with padding; transformers calls it the cache's length.
     """
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
@@ -55,12 +55,12 @@ class TextState(Cache):
 
     @property
     def num_tokens(self) -> Tensor | None:
-        """Tokens read by each row, (B,) int64; None before the first."""
+        """Number of tokens that each row has read, (B,) int64; None before the first token."""
         return None if self.parts[0] is None else self.parts[0].num_read_B
 
     @property
     def batch_size(self) -> int | None:
-        """Number of rows; None before the first token."""
+        """Number of rows; None before the first token is read."""
         return None if self.num_tokens is None else len(self.num_tokens)
 
     @property
@@ -83,7 +83,7 @@ class TextState(Cache):
         return self.map(torch.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextState":
-        """The same as `clone`, which can also copy tensors with gradients."""
+        """The same as `clone`; unlike deepcopy, it also copies tensors with gradients."""
         return self.clone()
 
     def fork(self, num_continuations: int) -> "TextState":
@@ -96,7 +96,7 @@ class TextState(Cache):
         """A copy of these rows, in this order; a state that has read nothing has no rows and is copied whole.
 
         Raises:
-            InputError: no rows, or one that the state does not have.
+            InputError: no rows are given, or a row that the state does not have.
         """
         if self.batch_size is None:
             return self.clone()
@@ -153,9 +153,9 @@ class TextState(Cache):
     def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
         """The values of all parts before a call of the model; `advance` takes the values after it.
 
-        In a plain call (no padding, no document begins, positions are counted) with few new columns, windows are
-        rings, which are written in place. Gradients and recorded states forbid this, and traced graphs would
-        miss it.
+        A plain call has no padding, begins no document and counts positions. If it has few new columns, windows are
+        rings, which are written in place; but not with gradients, with recorded states, or in traced graphs, which
+        would miss the writing.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -182,7 +182,7 @@ class TextState(Cache):
     def advance(self, values: list[Any], num_columns: int) -> None:
         """Store the value of every part after a call of the model that read `num_columns` columns.
 
-        For a ring, the value holds the new tokens only; they are written into the ring.
+        For a ring, the value holds only the new tokens, which are then written into the ring.
         """
         if self._earlier is not None:
             self._earlier.append((self.num_columns, self.values))
@@ -203,8 +203,8 @@ class TextState(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
 
-        A running sum cannot forget single tokens, so this takes back whole calls. generate() then reads again the
-        tokens that were to be kept, which begin after `num_columns`. Recorded states that no later `crop` can need
+        A running sum cannot forget single tokens, so `crop` takes back whole calls. generate() then reads the tokens
+        after `num_columns` that were to be kept a second time. Recorded states that no later `crop` can need
         are dropped. transformers' assisted decoding calls `crop` after each round.
 
         Args:
@@ -251,7 +251,7 @@ class TextState(Cache):
 def _unlocked(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it was made in inference mode and is now used outside of it.
 
-    Compiled code cannot ask how a tensor was made; without gradients it may be read as it is.
+    Compiled code cannot ask how a tensor was made: it copies if gradients are on, and else reads the tensor itself.
     """
     if torch.compiler.is_compiling():
         return tensor.clone() if torch.is_grad_enabled() else tensor
@@ -262,7 +262,7 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
     """The caller's `past_key_values` after a check, or for None the state at the start of a text.
 
     Raises:
-        InputError: not a TextState, or a state of other layers, or of another number of layers or rows.
+        InputError: not a TextState, or a state with other layers or another number of rows.
     """
     if given is None:
         return TextState(kinds)
@@ -274,7 +274,7 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
         raise InputError(f"past_key_values: a state of {len(given.kinds)} layers, but this model has {len(kinds)}")
     if given.kinds != kinds:
         its, own = next(pair for pair in zip(given.kinds, kinds, strict=True) if pair[0] != pair[1])
-        raise InputError(f"past_key_values: the state of another model, which has a layer of {its}; this has {own}")
+        raise InputError(f"past_key_values: the state of another model; its layer is {its}, but here it is {own}")
     if given.batch_size not in (None, num_batch):
         raise InputError(
             f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "
@@ -284,7 +284,7 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
 
 
 def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> Any:
-    """Apply a function to every tensor of a (nested) NamedTuple, and to its counterparts in others of the same form."""
+    """Apply a function to every tensor of a (nested) NamedTuple, together with the same tensors of `others`."""
     if isinstance(state, Tensor):
         return function(state, *others)
     if state is None or isinstance(state, int):
@@ -320,7 +320,7 @@ def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
 
 
 def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """Apply a function to every window of a (nested) state and to the values at the same place in the others."""
+    """Apply a function to every window of a (nested) state, together with the values at its place in `others`."""
     if isinstance(state, Ring) or slots_of(state) is not None:
         return function(state, *others)
     if state is None or isinstance(state, Tensor):
@@ -381,7 +381,7 @@ def _with_slots(ring: Ring, num_slots: int) -> Ring:
 
 
 def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
-    """Write new tokens (B, T, ...), in a state of the same type, into their slots; a value that is no ring is replaced.
+    """Write new tokens (B, T, ...), in a state of the same type, into their slots, or replace a value that is no ring.
 
     The ring is written in place; num_read_B counts the tokens read, including the new tokens.
     """
@@ -406,7 +406,7 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
 
 
 def join_rings(state: Any, other: Any) -> Any:
-    """Two (nested) states whose windows are rings as one state with the rows of both."""
+    """Join two (nested) states whose windows are rings into one state with the rows of both."""
     if isinstance(state, Tensor):
         return torch.cat([state, other])
     if state is None or isinstance(state, int):
@@ -422,7 +422,7 @@ def join_rings(state: Any, other: Any) -> Any:
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The smallest of 256, 512, ... slots that hold all tokens; `num_kept` on a GPU, where counting would wait."""
+    """The smallest of 256, 512, ... slots that hold all tokens; on a GPU `num_kept`, as counting would wait."""
     if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
         return num_kept
     needed = int(num_read_B.max()) + num_new

@@ -1,4 +1,4 @@
-"""Pure functions on tensors: every op has one definition (`reference`) and faster ways to compute the same.
+"""Pure functions on tensors: every op has one definition (`reference`) and faster implementations.
 
 Shape letters, in names and signatures: B batch, T time, H heads, D width, V vocabulary, K block, S tokens in a state,
 N rows or blocks.

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the only place that chooses by device, dtype, installed packages and the call."""
+"""Choose the implementation of an op, here and nowhere else: by device, dtype, installed packages and arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute an op."""
+    """One implementation of an op."""
 
     name: str  # as `multilin doctor` prints it
     compute: Callable[..., Any]  # same signature and result as the op's reference
-    device: str | None = None  # type of the tensors it takes ("cpu", "cuda"); None takes any
-    dtypes: tuple[torch.dtype, ...] | None = None  # what it computes in; None is any
-    why_not: Callable[[], str | None] = lambda: None  # the reason this machine cannot use it, None when it can
-    # The reason it does not take a call, None when it does; same arguments as `compute`.
+    device: str | None = None  # device type of its tensors ("cpu", "cuda"); None for any
+    dtypes: tuple[torch.dtype, ...] | None = None  # dtypes in which it computes; None for any
+    why_not: Callable[[], str | None] = lambda: None  # why this machine cannot use it; None if it can
+    # Why it does not take a call, None if it does; same arguments as `compute`.
     refuses: Callable[..., str | None] = lambda *arguments, **options: None
 
     def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """True if it computes in this type on this device."""
+        """True if the backend computes in this dtype on this device."""
         return (self.device is None or self.device == device.type) and (self.dtypes is None or dtype in self.dtypes)
 
 
@@ -44,7 +44,7 @@ def gpu_kernels(
 
 
 def few_tokens(reference: Callable[..., Any], most: int, device: str | None = None) -> Backend:
-    """The definition as the special case of at most `most` tokens, where it is the fastest."""
+    """A special case: the definition, which is the fastest for at most `most` tokens."""
 
     def refuses(queries: torch.Tensor, *_: object, **options: object) -> str | None:
         return None if queries.shape[1] <= most else "there are many tokens"
@@ -54,9 +54,9 @@ def few_tokens(reference: Callable[..., Any], most: int, device: str | None = No
 
 @dataclass
 class Op:
-    """A named function with backends, the preferred first; the last one, the definition, takes everything.
+    """A named function with backends in order of preference; the last is the definition, which takes every call.
 
-    Special cases are backends for a few calls only, which are tried first; no warning is given where they refuse.
+    Special cases are backends for a few calls only. They are tried first, and no warning is given if they refuse.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Op:
         arguments: tuple[Any, ...] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Backend:
-        """The first backend that computes in this type on this device of this machine, and takes the call.
+        """The first backend that works with this dtype and device on this machine, and takes the call.
 
         Without arguments, `refuses` is not consulted, and special cases are left out.
 
@@ -112,25 +112,25 @@ def _has_tangent(*inputs: Any) -> bool:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of autocast on its device, else the dtype of x; float64 stays float64, as in PyTorch's own products."""
+    """The dtype of autocast on x's device, else the dtype of x; float64 stays float64, as in PyTorch's products."""
     device = x.device.type
     is_lowered = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_lowered else x.dtype
 
 
 def can_read_values(tensor: torch.Tensor) -> bool:
-    """Whether a call may depend on these values: not while it is traced, nor while it is captured as a CUDA graph."""
+    """Whether a call may look at these values: not while it is traced or captured as a CUDA graph."""
     return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
-    """Warn once per process for the same message, also while a graph is traced."""
+    """Warn, but only once per process for each message; works also while a graph is traced."""
     warn_plainly(message)
 
 
 def all_ops() -> dict[str, Op]:
-    """Every op with a choice of backends, by name: found in the folders of `multilin.ops`."""
+    """Every op with a choice of backends, by name, from the folders of `multilin.ops`."""
     import importlib
     import pkgutil
 

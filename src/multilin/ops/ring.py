@@ -1,8 +1,8 @@
-"""Windows as rings: buffers in which a new token takes the place of the oldest, so that no step copies a window.
+"""Windows as rings: buffers in which a new token replaces the oldest token, so that no step copies a window.
 
-The state that an op returns holds the last tokens in their order. While a sequence is generated token by token, they
-lie in a ring of S slots, token number n of the sequence in slot n mod S. An op that is given a `Ring` reads it and
-returns only the new tokens, in a state of the same type, for the model to put into the ring.
+The state that an op returns holds the last tokens in order. While a sequence is generated token by token, these tokens
+lie in a ring of S slots: token number n of the sequence in slot n mod S. An op that gets a `Ring` reads it and returns
+a state of the same type with only the new tokens, which the model writes into the ring.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """Which fields of an op's state are windows, (B, S, ...): the property `slots` of the state."""
+    """Describe the fields of an op's state that are windows (B, S, ...); the value of the state's property `slots`."""
 
     fields: tuple[str, ...]
-    are_positions: bool = False  # the token at position n lies in slot n, not the last tokens in their order
-    are_multiplied: bool = False  # the op uses the (B, S, H, D) fields in matrix products, one matrix of slots per head
+    are_positions: bool = False  # the token at position n lies in slot n; the window is not in the order of tokens
+    are_multiplied: bool = False  # the op multiplies the (B, S, H, D) fields as one matrix of slots per head
 
 
 def slots_of(state: Any) -> Slots | None:
@@ -30,7 +30,7 @@ class Ring(NamedTuple):
 
     tokens: Any  # a state of an op whose windows have S slots
     num_read_B: Tensor  # (B,) int64 tokens read
-    num_kept: int  # slots of the op's own state; S is smaller while all sequences are shorter
+    num_kept: int  # slots when the ring is full; S is smaller while all sequences are shorter
 
     @property
     def num_slots(self) -> int:
@@ -38,7 +38,7 @@ class Ring(NamedTuple):
         return getattr(self.tokens, self.tokens.slots.fields[0]).shape[1]
 
     def distances(self, num_new: int) -> Tensor:
-        """Distance in tokens from each of the next tokens to the token in each slot, (B, T, S), at least 1."""
+        """Distance in tokens from each of the T next tokens back to the token in each slot, (B, T, S), at least 1."""
         new_T = torch.arange(num_new, device=self.num_read_B.device)
         slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
         age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # S as a tensor: a graph fits any S

@@ -1,4 +1,4 @@
-"""Rotation of pairs of numbers by angles, for rotary positions. It has no kernels: they made training no faster."""
+"""Rotation of pairs of numbers by angles, for rotary positions, in PyTorch; kernels made training no faster."""
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ def rotary(
     Args:
         x: (B, T, H, D) in any float dtype.
         cos, sin: (B, T, D / 2) of the angles, pairs in the order of i, float32 or better; they get no gradient.
-        block: even, a divisor of D.
+        block: an even divisor of D.
 
     Returns:
         (B, T, H, D) in the dtype of x.

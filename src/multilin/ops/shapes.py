@@ -1,4 +1,4 @@
-"""Checks of the shapes of arguments: kernels read by address, so with a wrong shape they would read outside tensors."""
+"""Check the shapes of arguments. Kernels read by address, so a wrong shape would make them read outside of tensors."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def check_shapes(*expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
     """Refuse arguments whose shape is not the wanted one.
 
     Args:
-        expected: name, value and wanted shape of each argument; None is not checked.
+        expected: name, value and wanted shape of each argument; a value of None is not checked.
     """
     for name, tensor, shape in expected:
         if tensor is not None and tensor.shape != shape:

@@ -10,8 +10,8 @@ from multilin.ops.kernels import is_exported, refuse_second_derivative
 
 
 def softmax(scores: Tensor, null_logit: float | None = None) -> Tensor:
-    """Softmax over the last axis, 0 where all scores are -inf; a null token takes its share of weight e^null_logit."""
-    if is_exported():  # one operator of a graph, where a null token of almost no weight avoids 0 / 0
+    """Softmax over the last axis, 0 where all scores are -inf; a null token adds e^null_logit to the divisor."""
+    if is_exported():  # one operator in the graph; a null token of almost no weight avoids 0 / 0
         null_logit = torch.finfo(scores.dtype).min if null_logit is None else null_logit
         return pad(scores, (0, 1), value=null_logit).softmax(dim=-1)[..., :-1]
     return _Softmax.apply(scores, null_logit) if scores.shape[-1] else scores
@@ -31,7 +31,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dweights: Tensor) -> tuple[Tensor, None]:
-        """p (g - sum p g), with g relative to its value at the largest weight, where the difference would cancel."""
+        """p (g - sum p g), with g minus its value at the largest weight, so that g - sum p g loses no digits there."""
         refuse_second_derivative("softmax")
         weights, null_weight = ctx.saved_tensors
         origin = dweights[0].gather(-1, weights.argmax(dim=-1, keepdim=True))

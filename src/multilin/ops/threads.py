@@ -1,4 +1,4 @@
-"""Use as many threads as other programs leave cores.
+"""Use only as many threads as there are cores that other programs leave free.
 
 PyTorch's threads wait for each other many times in a step, and keep their cores busy while they wait. If one of them
 loses its core to another program, all wait for it, and a step takes several times as long; fewer threads are faster.
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SECONDS = 0.5  # between two measurements of the load
+SECONDS = 0.5  # time between two measurements of the load
 
 
 class Load:
-    """How many of the cores that this process may use other processes keep busy, from one measurement to the next."""
+    """Measure how many of this process's cores other processes keep busy, between one call of `cores` and the next."""
 
     def __init__(self) -> None:
         self.begin, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
 
     def cores(self) -> float | None:
-        """The mean since the last measurement, None where the system does not tell (there is no /proc/stat)."""
+        """The mean number of busy cores since the last measurement; None without /proc/stat."""
         before = self.begin, self._busy, self._own
         self.begin, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
         if before[1] is None or self._busy is None or self.begin == before[0]:
@@ -33,12 +33,12 @@ class Load:
 
 _load: Load | None = None
 _free: int | None = None
-_most: int | None = None  # threads that PyTorch began with
+_most: int | None = None  # PyTorch's number of threads at the start
 
 
 @contextlib.contextmanager
 def following_load() -> Iterator[None]:
-    """A block in which `adapt` and `free_cores` follow the machine's load; afterwards PyTorch has its threads back."""
+    """A block in which `adapt` and `free_cores` follow the load; afterwards PyTorch has its former threads again."""
     global _load, _free, _most
     _load, _free, _most = Load(), None, None
     try:
@@ -58,7 +58,7 @@ def free_cores() -> int:
 
 
 def adapt() -> None:
-    """Give PyTorch as many threads as other programs leave cores; call it between two pieces of work."""
+    """Give PyTorch one thread per free core; call this between two pieces of work."""
     global _most
     if _load is None:
         return

@@ -111,7 +111,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     own = {file_name(name): tensor for name, tensor in model.state_dict().items() if is_adapter_weight(name)}
     shapes, expected = ({name: x.shape for name, x in tensors.items()} for tensors in (weights, own))
     if misfits := shapes.items() ^ expected.items():
-        raise InputError(f"{other}: {min(name for name, _ in misfits)} does not fit it")
+        raise InputError(f"{other}: {min(name for name, _ in misfits)} does not fit this model")
     for name, tensor in weights.items():
         own[name].copy_(tensor)
     return tuner.merge_and_unload().requires_grad_(True)

@@ -23,7 +23,7 @@ class Metrics:
             registry=own,
         )
         self._prompt = Counter("multilin_prompt_tokens", "Tokens of prompts.", registry=own)
-        self._cached = Counter("multilin_cached_tokens", "Tokens of prompts that a kept state had read.", registry=own)
+        self._cached = Counter("multilin_cached_tokens", "Prompt tokens taken from kept states.", registry=own)
         self._generated = Counter("multilin_generated_tokens", "Tokens generated.", registry=own)
         gauges: list[tuple[str, str, Callable[[], float]]] = [
             ("waiting_requests", "Prompts that wait for a slot.", lambda: scheduler.counts.waiting),

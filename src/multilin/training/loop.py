@@ -404,8 +404,8 @@ def _warn_of_few_steps(recipe: Recipe, steps: int) -> None:
     minutes, warmup_steps = recipe.training.minutes, recipe.schedule.warmup_steps or 0
     if minutes is not None and steps <= warmup_steps and steps < recipe.training.num_steps:
         warnings.warn(
-            f"training.minutes: {minutes:g} were enough for {plural(steps, 'step')} only, but the learning rate rises "
-            f"for {warmup_steps} steps (schedule.warmup_steps); give more minutes, or a smaller model or batch",
+            f"training.minutes: {minutes:g} given, enough for only {plural(steps, 'step')}, but the learning "
+            f"rate rises for {warmup_steps} (schedule.warmup_steps); give more minutes, or a smaller model or batch",
             stacklevel=4,
         )
 

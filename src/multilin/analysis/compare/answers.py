@@ -162,13 +162,13 @@ def _leader(comparison: Comparison) -> str:
     leads = "is best" if len(comparison.best) == 1 else "has the best mean"
     tied = [d.one for d in comparison.to_best if not d.difference]
     sentence = f"{best.name} {leads} {budget}: {figures}"
-    sentence += f", and {listed(tied)} the same" if tied else f", {_ahead(comparison, comparison.to_best[0])}"
+    sentence += f", the same as {listed(tied)}" if tied else f", {_ahead(comparison, comparison.to_best[0])}"
     noisy = [d.one for d in comparison.to_best if d.within_noise]
     if len(comparison.best) == 1:
-        return f"{sentence}. The differences to all others are larger than noise (p ≤ {LEVEL:g}, {_pairs(comparison)})."
+        return f"{sentence}. The differences to all others exceed noise (p ≤ {LEVEL:g}, {_pairs(comparison)})."
     parts = [sentence]
     if noisy:
-        parts.append(f"{_are(noisy)} within noise of it (p > {LEVEL:g}, {_pairs(comparison)})")
+        parts.append(f"{_are(noisy)} within noise of {best.name} (p > {LEVEL:g}, {_pairs(comparison)})")
     for reason in dict.fromkeys(d.unknown for d in comparison.to_best if d.unknown):
         names = [d.one for d in comparison.to_best if d.unknown == reason]
         parts.append(f"{listed(names)}: cannot say whether the difference is noise ({reason})")
@@ -248,7 +248,7 @@ def speed_sentence(comparison: Comparison) -> str:
     unit = UNITS[comparison.measure]
     level = f"{100 * ends[worst.name]:.1f} %" if unit == "accuracy" else f"{ends[worst.name]:.3f}"
     level = f"{level} {unit}"
-    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts) or 'all rows need the same'}."
+    return f"To reach {level}, the final score of {worst.name}, {'; '.join(parts) or 'all rows need the same'}."
 
 
 def cost_sentence(comparison: Comparison) -> str:
@@ -315,11 +315,11 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
     if "tokens" not in comparison.budget and len({row.max_steps for row in comparison.rows}) > 1:
         yield f"With a budget of {next(iter(comparison.budget))}, rows are trained on different numbers of tokens."
     if len(comparison.seeds) < FEWEST_SEEDS:
-        yield f"{plural(len(comparison.seeds), 'seed')}: cannot say which differences are noise."
+        yield f"{plural(len(comparison.seeds), 'seed')}: multilin cannot say which differences are noise."
     elif len(comparison.seeds) < 5:
         yield (
-            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences that are large against the "
-            "spread; `within noise` means that no difference was shown, not that the rows are equal."
+            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences much larger than the spread "
+            "between seeds; `within noise` means that no difference was shown, not that the rows are equal."
         )
     if failed := [row.name for row in comparison.rows if row.status == FAILED]:
         yield f"No figures for {listed(failed)}: all runs failed."
@@ -339,7 +339,7 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     share = "" if comparison.trial_share == 1 else f" with {comparison.trial_share:.0%} of the budget"
     yield (
         f"Every row was tuned with the same values on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials "
-        f"each{share}), judged by {text}; the best were then trained with all seeds."
+        f"each{share}), judged by {text}; the best values were then used with all seeds."
     )
     for name, number in {name: len(values) for stage in comparison.stages for name, values in stage.items()}.items():
         further, at_end = [], []
@@ -351,6 +351,6 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
             if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
                 at_end.append(row.name)
         if further:
-            yield f"Where the best {name} was the lowest or highest of these, more were tried: {'; '.join(further)}."
+            yield f"Where the best {name} was the lowest or highest, further values were tried: {'; '.join(further)}."
         if at_end:
             yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond may be better."

@@ -141,9 +141,9 @@ def answer(report: Report) -> str:
     else:
         sentences.append("Its layers read no token at the last position.")
     if effects_S is None:
-        return " ".join([*sentences, "Removal was not measured: whether the prediction depends on them is not known."])
+        return " ".join([*sentences, "Removal was not measured, so what the prediction depends on is not known."])
     if not np.isfinite(effects_S).any():
-        return " ".join([*sentences, "There is no token before the last one to remove."])
+        return " ".join([*sentences, "Before the last token there is none that can be removed."])
     felt = [i for i in largest(effects_S, NUM_NAMED) if effects_S[i] >= FELT]
     if not felt:
         hardly = f"Removing any token before the last one changes the prediction by less than {FELT:g} nats."
@@ -173,7 +173,7 @@ def finding(explanation: Explanation) -> str:
     elif overall.correlation >= LOOSELY:
         sentence = (
             "Low: larger weights only loosely mark the tokens whose removal changes the prediction more. The weights "
-            "say what the layers averaged, not why the model predicts it."
+            "say what the layers averaged, not why the model predicts this token."
         )
     else:
         sentence = (

@@ -48,19 +48,19 @@ def causal_mixing(
         needs_state: False if the text ends here: no state is built, and None is returned for it.
 
     Returns:
-        The sums (B, T, D) in the dtype of `x`, and the state: every input so far, in n rows from the first call on, in
-        float32 (float64 if an argument is float64); from a ring, the new inputs only.
+        The sums (B, T, D) in the dtype of `x`, and the state: all inputs so far, always in n rows, in float32 (float64
+        if an argument is float64); from a ring, only the new inputs.
 
     Raises:
         InputError: the number of weights is no n (n + 1) / 2, or a position beyond n.
 
-    Cost: O(B T^2 D) time for a text from its start, O(B n D) for a token after it; a state of B n D numbers. n bounds
-    the length of a text.
+    Cost: O(B T^2 D) time for a text from its start, O(B n D) for each later token; a state of B n D numbers. A text
+    has at most n tokens.
     Source: "Linear Language Models" (blbadger), masked mixers (arXiv 2409.01482).
     """
     num_positions = num_rows(triangle)
     if positions is None:
-        # Positions continue from the state; a padded token repeats the one before.
+        # Positions continue from the state; a padded token repeats the position before it.
         is_token = torch.ones_like(x[..., 0], dtype=torch.bool) if padding is None else ~padding
         positions = is_token.cumsum(dim=1) - 1
         if state is not None:
@@ -71,7 +71,7 @@ def causal_mixing(
         raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     wide = x.to(dtype)
-    # Under autocast, like any product with weights, it multiplies narrow numbers and sums in float32.
+    # Under autocast it multiplies half-precision numbers and sums in float32, like any product with weights.
     options: dict[str, Any] = {"padding": padding, "product_dtype": result_dtype(wide)}
     with torch.autocast(x.device.type, enabled=False):
         if isinstance(state, Ring):

@@ -1,4 +1,4 @@
-"""Causal mixing with one matrix for all texts, or with single rows of it if few positions are read."""
+"""Causal mixing with one matrix for all texts, or with some of its rows if few positions are read."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def causal_mixing(
         inputs_BND = x_BTD if num_time == num_positions else pad(x_BTD, (0, 0, 0, num_positions - num_time))
         return multiply(weights_TT, x_BTD.to(product_dtype)), inputs_BND
     inputs_BND = read_inputs(x_BTD, positions_BT, padding, state, num_positions)
-    # Mixing every position costs n rows instead of T, but saves gathering the weights, (B, T, n) numbers.
+    # For more tokens, mixing all n positions instead of T is faster than gathering weights, (B, T, n) numbers.
     if 4 * num_time < num_positions:
         weights_BTN = rows(triangle_P, positions_BT, num_positions)
         return weights_BTN.to(product_dtype) @ inputs_BND.to(product_dtype), inputs_BND
@@ -33,9 +33,9 @@ def from_ring(
     x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, ring: Ring, *, padding: Tensor | None,
     product_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums of a few new inputs beside those in a ring, each in the slot of its position, and the new inputs.
+    """The sums for a few new inputs, from them and the inputs in a ring (slot = position); and the new inputs.
 
-    Padding may only end a row.
+    Padding may be only at the end of a row.
     """
     if padding is not None:
         x_BTD = x_BTD.masked_fill(padding[..., None], 0.0)
@@ -66,16 +66,16 @@ def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
 
 
 def gather_rows(triangle_P: Tensor, row_BT1: Tensor, size: int) -> Tensor:
-    """These rows of the (size, size) matrix, number by number, (B, T, size)."""
+    """The given rows of the (size, size) matrix, gathered number by number, (B, T, size)."""
     column_N = torch.arange(size, device=triangle_P.device)
     weights_BTN = triangle_P[(row_BT1 * (row_BT1 + 1) // 2 + column_N.minimum(row_BT1))]
     return weights_BTN.masked_fill(column_N > row_BT1, 0.0)
 
 
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
-    """sum_{j <= t} weights[t, j] x_j, in the dtype of both; weights above the diagonal are not read.
+    """sum_{j <= t} weights[t, j] x_j, in their common dtype; weights above the diagonal are not read.
 
-    One product for every BLOCK rows and the columns up to their diagonal, all texts side by side.
+    Every BLOCK rows take one product, with the columns up to their diagonal, for all texts together.
     """
     x_TN, parts = x_BTD.transpose(0, 1).flatten(1), weights_TT.split(BLOCK)
     ends = [min(first + BLOCK, len(x_TN)) for first in range(0, len(x_TN), BLOCK)]

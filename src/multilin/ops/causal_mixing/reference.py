@@ -1,4 +1,4 @@
-"""The weighted sum of all inputs so far with weights learned per pair of positions, as its equation."""
+"""Causal mixing as its equation: the weighted sum of all inputs so far, with a weight per pair of positions."""
 
 import math
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def causal_mixing(
     x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, *, padding: Tensor | None = None,
     state: CausalMixingState | None = None, product_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.causal_mixing`; the bias is added there. Also gives all inputs read so far, (B, n, D)."""
+    """See `multilin.ops.causal_mixing`, which adds the bias. Also returns all inputs read so far, (B, n, D)."""
     num_positions = num_rows(triangle_P)
     inputs_BND = read_inputs(x_BTD, positions_BT, padding, state, num_positions)
     weights_BTN = unpack(triangle_P, num_positions)[positions_BT.clamp(min=0)]
@@ -38,7 +38,7 @@ def causal_mixing(
 def read_inputs(
     x_BTD: Tensor, positions_BT: Tensor, padding_BT: Tensor | None, state: CausalMixingState | None, num_positions: int
 ) -> Tensor:
-    """All inputs read so far, these included, each in the row of its position: (B, n, D)."""
+    """All inputs read so far, including the new inputs, each in the row of its position: (B, n, D)."""
     num_batch, _, width = x_BTD.shape
     if state is None:
         inputs_BND = x_BTD.new_zeros(num_batch, num_positions, width)

@@ -1,4 +1,4 @@
-"""Int8 products: numbers are rounded to int8 and a scale, multiplied exactly, and scaled back."""
+"""Int8 products: numbers are rounded to int8 with a scale, multiplied exactly, and scaled back."""
 
 from typing import Literal
 
@@ -65,7 +65,7 @@ def int8_linear(
     with one scale per row of x (a token) and one for the weight. Tokens are rounded one by one, so the result at a
     token does not depend on the tokens read with it.
 
-    The gradient is straight-through: the gradient of the rounded numbers' product, as if rounding were the identity.
+    The gradient is straight-through: the gradient of the rounded product, as if rounding were the identity.
     With backward "int8" its two products are int8 too: dy is rounded stochastically (without bias), for dx with one
     scale per token, for dweight with one per output, after dy was multiplied by the row scales of x, because the sum
     runs over rows. The random numbers come from torch's default generator of the CPU.
@@ -75,10 +75,10 @@ def int8_linear(
         weight: (m, n) float; or Rounded, weights that stay int8.
         bias: (m,) added to the result, or None.
         factor: multiplies the product.
-        levels: of the rounded weight; fewer levels than int8 simulate coarser storage, see `simulate_rounding`.
+        levels: levels of the rounded weight; fewer than int8 has simulate coarser storage, see `simulate_rounding`.
         backward: arithmetic of the gradient's products.
-        parameter: where the gradient of a Rounded weight goes, a float tensor of its shape whose numbers are not read;
-            without one a Rounded weight gets no gradient.
+        parameter: float tensor of the weight's shape that gets the gradient of a Rounded weight; without it, there is
+            no such gradient. Its numbers are not read.
 
     Returns:
         (..., m) in the dtype of x, or of autocast.
@@ -114,7 +114,7 @@ def int8_block_outer(
         y_d = factor * sp * sw * sum over n, k, j of W[d, n, k, j] * P[n, k, j]
         P[n, k, j] = round(left[n, k] * right[n, j] / sp)
 
-    The products of pairs are rounded per row, without being written down as floats. Gradients as in `int8_linear`.
+    The products of pairs are rounded per row, and never stored as floats. Gradients as in `int8_linear`.
 
     Args:
         left, right, weight: as for `block_outer`; weight may be Rounded.
@@ -124,7 +124,7 @@ def int8_block_outer(
         (..., D) in the dtype of `left`, or of autocast.
 
     Raises:
-        InputError: shapes that do not fit, or more than 131072 products.
+        InputError: shapes that do not fit, or sums of more than 131072 products.
     """
     check_blocks(left, right, weight.values if isinstance(weight, Rounded) else weight)
     rounded, parameter = _rounded(weight, levels, parameter)
@@ -133,11 +133,10 @@ def int8_block_outer(
 
 
 def _rounded(weight: Tensor | Rounded, levels: str, parameter: Tensor | None) -> tuple[Rounded, Tensor | None]:
-    """The rounded weight, and where its gradient goes."""
+    """The rounded weight, and the tensor that gets its gradient."""
     length = (weight.values if isinstance(weight, Rounded) else weight)[0].numel()
     if length > LONGEST_SUM:
         raise InputError(
-            f"weight: sums of {length} products given, but int32 holds no more than {LONGEST_SUM} products of int8 for "
-            "certain"
+            f"weight: rows of {length} numbers given, but int32 can overflow in sums above {LONGEST_SUM} products"
         )
     return (weight, parameter) if isinstance(weight, Rounded) else (round_weight(weight, levels), weight)

@@ -10,7 +10,7 @@ from multilin.ops.kernels import LazyModule
 
 _kernels, _launch = LazyModule("multilin.ops.int8.cpu_kernels"), LazyModule("multilin.ops.kernels.cpu_launch")
 
-_COLUMNS = 128  # numbers of one piece of work
+_COLUMNS = 128  # numbers in one piece of work
 
 
 def _float32(*shape: int) -> Tensor:
@@ -18,7 +18,7 @@ def _float32(*shape: int) -> Tensor:
 
 
 class CpuSteps(PortableSteps):
-    """As `PortableSteps`, for float32 and bf16, and not in graphs."""
+    """The steps of `PortableSteps` for float32 and bf16, outside of graphs."""
 
     block_outer = block_outer
 

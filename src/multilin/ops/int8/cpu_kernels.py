@@ -1,7 +1,7 @@
 """CPU kernels around int8 products.
 
-The largest magnitude is found on the bits without their sign, which are ordered as the numbers, with nan largest:
-so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+The largest magnitude is found by comparing bits without the sign. Their order is the order of the magnitudes, with nan
+largest, so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer in the low bits, ties to even.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def _to_int8(number):
 
 @njit(**EXACT)
 def _to_int8_randomly(number, noise):
-    # Subtract the half that rounding to the nearest adds; the result must stay within +-127.
+    # Subtract the 0.5 that rounding to the nearest adds; the result must stay within +-127.
     moved = np.float32(number + noise - _HALF)
     moved = moved if moved < _LARGEST else _LARGEST
     return _to_int8(moved if moved > -_LARGEST else -_LARGEST)
@@ -47,7 +47,7 @@ def _magnitude(number):
 
 @njit(**EXACT)
 def _scale_and_inverse(largest):
-    """Scale of the numbers whose largest magnitude this is, and its inverse, 0 where it is 0 or not finite."""
+    """From the largest magnitude, the scale and its inverse; the inverse is 0 if the scale is 0 or not finite."""
     scale = np.int32(largest).view(np.float32) / _LARGEST
     return scale, ONE / scale if scale > ZERO and scale < np.float32(np.inf) else ZERO
 
@@ -69,7 +69,7 @@ def _round_row(x, seed, first, values):
 
 
 def round_rows(task, elements, index, sources):
-    """One part of the rows of x to int8 values and float32 scales; at random for a seed >= 0."""
+    """Round one part of the rows of x to int8 values and float32 scales; at random for a seed >= 0."""
     num_parts, x, seed, values, scales = arguments_of(task)
     first, last = part_of(len(x), num_parts, index)
     for i in range(first, last):
@@ -89,7 +89,7 @@ def _round_scaled(x, row_scale, inverse, seed, first, values):
 
 
 def round_columns(task, elements, index, sources):
-    """One part of the columns of row_scales (rows, 1) * x to int8 at random, with their scales (columns, 1)."""
+    """Round one part of the columns of row_scales (rows, 1) * x to int8 at random, with their scales (columns, 1)."""
     num_parts, x, row_scales, seed, values, scales = arguments_of(task)
     rows, width = x.shape
     start, stop = part_of(width, num_parts, index)
@@ -123,7 +123,7 @@ def scale_rows(task, elements, index, sources):
 
 
 def round_pairs(task, elements, index, sources):
-    """Products of pairs of float32 in one part of the rows, as for `block_outer`, to int8 values and float32 scales."""
+    """Round the products of float32 pairs (see `block_outer`), in one part of the rows, to int8 and float32 scales."""
     num_parts, left, right, values, scales = arguments_of(task)
     N, (first, last) = len(left) // len(values), part_of(len(values), num_parts, index)
     pairs = np.empty(values.shape[1], np.float32)

@@ -1,6 +1,6 @@
-"""The steps of int8 products on a GPU: rounding in one kernel each, and products that leave the tensor cores scaled.
+"""The steps of int8 products on a GPU: each rounding is one kernel, and products are scaled in the kernel.
 
-Every step is an operator, so that torch.compile traces through them; seeds are tensors of the CPU, read inside. The
+Every step is an operator, so that torch.compile traces it; seeds are CPU tensors, which the operator reads. The
 kernels are in `gpu_kernels`.
 """
 
@@ -15,8 +15,8 @@ _kernels, _launch = LazyModule("multilin.ops.int8.gpu_kernels"), LazyModule("mul
 
 
 def _empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Empty tensors for the integers and scales of rows of this width."""
-    num_rows = x.shape[0]  # unlike len(x), a symbol in a graph for any size
+    """Allocate tensors for the integers and scales of rows of this width."""
+    num_rows = x.shape[0]  # unlike len(x), a symbol in graphs for any size
     return x.new_empty((num_rows, width), dtype=torch.int8), x.new_empty((num_rows, 1), dtype=torch.float32)
 
 
@@ -89,7 +89,7 @@ def _scaled_product(
 
 
 class GpuSteps(PortableSteps):
-    """As `PortableSteps`, for float32, bf16 and float16."""
+    """The steps of `PortableSteps` for float32, bf16 and float16."""
 
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:

@@ -10,7 +10,7 @@ import triton.language as tl
 from multilin.ops.kernels.gpu_launch import autotuned
 from multilin.ops.kernels.gpu_tiles import divide, dot, load_tile, magnitude, nearest, store_tile
 
-# Columns of a tile of the result, numbers summed at a time, warps and pipeline stages.
+# Columns of a tile of the result, length of a partial sum, warps and pipeline stages.
 WAYS = [
     ({"BN": 128, "BK": 64}, 4, 4),
     ({"BN": 128, "BK": 128}, 8, 3),
@@ -21,7 +21,7 @@ WAYS = [
 
 @triton.jit
 def to_int8(numbers, seed, places, RANDOM: tl.constexpr):
-    """Round to the nearest integer, or up or down at random so that the mean is right."""
+    """Round to the nearest integer, or up or down at random without bias."""
     if RANDOM:
         numbers = tl.floor(numbers + tl.rand(seed, places))
         return tl.minimum(tl.maximum(numbers, -127.0), 127.0).to(tl.int8)
@@ -30,7 +30,7 @@ def to_int8(numbers, seed, places, RANDOM: tl.constexpr):
 
 @triton.jit
 def load_numbers(p_row, p_right, i_columns, width, K: tl.constexpr, J: tl.constexpr):
-    """Numbers of a row in float32; with a right factor, the products of pairs in blocks of K and J."""
+    """Load numbers of a row in float32; with a right factor, products of pairs in blocks of K and J."""
     if p_right is None:
         return tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
     else:
@@ -44,7 +44,7 @@ def round_rows(
     p_x, p_right, p_values, p_scale, width, row_stride, right_stride, seed,
     RANDOM: tl.constexpr, BW: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """One row to int8 and its scale, max |x| / 127; see `load_numbers`."""
+    """Round one row to int8 with its scale, max |x| / 127; see `load_numbers`."""
     i_row = tl.program_id(0)
     p_row, p_whole = p_x + i_row.to(tl.int64) * row_stride, p_values + i_row.to(tl.int64) * width
     if p_right is not None:
@@ -73,7 +73,7 @@ def load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride
 def largest_of_columns(
     p_x, p_row_scale, p_largest, num_rows, width, row_stride, rows_per_part, BR: tl.constexpr, BW: tl.constexpr
 ):
-    """Raise the bits of max |row_scale * x| of each column to those of a part of the rows."""
+    """Include a part of the rows in max |row_scale * x| of each column, kept as bits."""
     i_columns = tl.program_id(0) * BW + tl.arange(0, BW)
     first = tl.program_id(1) * rows_per_part
     largest = tl.zeros((BW,), tl.int32)
@@ -89,7 +89,7 @@ def round_columns(
     p_x, p_row_scale, p_largest, p_values, p_scale, num_rows, width, row_stride, seed,
     BR: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """A tile of row_scale * x to int8 at random; written with the rows of a column one after another."""
+    """Round a tile of row_scale * x to int8 at random, and write it transposed."""
     i_rows, i_columns = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BW + tl.arange(0, BW)
     b_x = load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride)
     largest = tl.load(p_largest + i_columns, mask=i_columns < width, other=0)

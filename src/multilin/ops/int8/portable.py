@@ -12,7 +12,7 @@ from multilin.ops.block_outer import portable as block_outer
 from multilin.ops.int8.rounding import Rounded, quantize, row_scale
 
 LONGEST_SUM = 2**17  # 2^17 * 127^2 < 2^31
-_CUDA_MULTIPLE, _CUDA_ROWS = 8, 17  # what torch._int_mm takes there
+_CUDA_MULTIPLE, _CUDA_ROWS = 8, 17  # of torch._int_mm on a GPU: sizes are multiples of 8, rows at least 17
 
 
 def draw_seed() -> Tensor:
@@ -27,7 +27,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     (m, n), p = left.shape, right.shape[1]
     rows, inner, columns = max(_CUDA_ROWS - m, 0), -n % _CUDA_MULTIPLE, -p % _CUDA_MULTIPLE
     left, right = pad(left, (0, inner, 0, rows)).contiguous(), pad(right, (0, columns, 0, inner))
-    # cuBLASLt's int8 product needs the right factor by columns.
+    # cuBLASLt's int8 product needs the right factor in column-major order.
     return torch._int_mm(left, right.t().contiguous().t())[:m, :p]
 
 
@@ -37,7 +37,7 @@ class PortableSteps:
     `CpuSteps` and `GpuSteps` do the same with fewer passes over memory. Rows are 2-D: (R, width).
     """
 
-    block_outer: Any = block_outer  # how pairs of floats are made and contracted
+    block_outer: Any = block_outer  # how the products of float pairs are made and contracted
 
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
@@ -117,7 +117,7 @@ class PortableSteps:
     def gradient_of_pairs_weight(
         cls, dresult: Tensor, left: Tensor, right: Tensor, factor: float, backward: str, dtype: torch.dtype
     ) -> Tensor:
-        """Gradient of the weight (D, N, K, J), from pairs that are rounded again."""
+        """Gradient of the weight (D, N, K, J); the products of pairs are rounded again for it."""
         wide = torch.promote_types(dtype, torch.float32)
 
         def gradient(rows: slice) -> Tensor:
@@ -148,7 +148,7 @@ class PortableSteps:
             columns = cls.round_columns_randomly(dresult[part], row_scale[part])
             return cls.scaled_product(columns, values[part], one, None, row_scale.dtype)
 
-        parts = block_outer.row_chunks(dresult.shape[0], 1, LONGEST_SUM)  # whose sums int32 holds
+        parts = block_outer.row_chunks(dresult.shape[0], 1, LONGEST_SUM)  # whose sums fit into int32
         return functools.reduce(torch.add, map(gradient, parts)).to(dtype)
 
 

@@ -49,7 +49,7 @@ class Int8BlockOuter(torch.autograd.Function):
         ctx: Any, left: Tensor, right: Tensor, weight: Tensor | None, values: Tensor, scale: Tensor,
         factor: float, backward: str, steps: Any,
     ) -> Tensor:  # fmt: skip
-        """The contraction; keeps left and right, not their products."""
+        """The contraction; keeps left and right, and not the products of pairs."""
         dtype = result_dtype(left)
         lefts, rights = (x.to(dtype).reshape(-1, *x.shape[-2:]) for x in (left, right))
         result = steps.outer(lefts, rights, values, scale * factor, dtype)
@@ -59,7 +59,7 @@ class Int8BlockOuter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Any, ...]:
-        """The pairs are rounded again instead of kept."""
+        """The products of pairs are not kept, but rounded again."""
         refuse_second_derivative("int8_block_outer")
         lefts, rights, values, scale = ctx.saved_tensors
         left_shape, right_shape, weight_dtype, factor, backward, steps = ctx.options

@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def round_to_int8(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Integers and their scale, over everything or over rows."""
+    """Integers and their scale, one for the tensor or one per row."""
     largest = x.abs().amax() if dim is None else x.abs().amax(dim=dim, keepdim=True)
     scale = largest / 127
     return torch.where(scale == 0, 0.0, x / scale).round(), scale
 
 
 def int8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, factor: float = 1.0) -> Tensor:
-    """See `multilin.ops.int8.int8_linear`; in float64, which holds these integers exactly."""
+    """See `multilin.ops.int8.int8_linear`. Computes in float64, which holds these integers exactly."""
     values, scale = round_to_int8(x.double(), dim=-1)
     weights, weight_scale = round_to_int8(weight.double())
     result = factor * scale * weight_scale * (values @ weights.T)

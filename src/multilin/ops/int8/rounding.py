@@ -1,4 +1,4 @@
-"""Numbers rounded to int8 and a scale: tensors, rows, blocks, and weights of fewer levels."""
+"""Rounding to int8 with a scale: of tensors, rows, blocks, and of weights to fewer levels."""
 
 from typing import Literal, NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multilin.errors import InputError
 
-BLOCK = 128  # numbers that share a scale where gradients travel
+BLOCK = 128  # numbers that share a scale when gradients are sent
 STEPS_PER_RMS = 32  # the source's weights have variance 1 and steps of 1/32
 LEVELS = {"sim_4bit": 16, "sim_2bit": 4, "ternary": 3}
 """How many values; they divide the range of +-48 steps evenly, so four of them are +-12 and +-36, parted at +-24."""
@@ -16,7 +16,7 @@ _RANGE = 48
 
 
 class Rounded(NamedTuple):
-    """values * scale: int8 in [-127, 127], and floats that broadcast to them."""
+    """The numbers values * scale: int8 values in [-127, 127], and float scales that broadcast to them."""
 
     values: Tensor
     scale: Tensor
@@ -32,7 +32,7 @@ def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row
 
     Args:
         x: any shape, a float dtype.
-        per: numbers that share a scale, float32 or better, of shape () or (..., 1).
+        per: the numbers that share a scale. Scales are float32 or better, of shape () or (..., 1).
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if per == "row":
@@ -46,13 +46,13 @@ def dequantize(rounded: Rounded) -> Float[Tensor, "*shape"]:
 
 
 def quantize_blocks(x: Tensor) -> Rounded:
-    """A tensor of any shape as int8 in blocks (N, 128), the last padded with 0, with float32 scales (N, 1)."""
+    """A tensor of any shape as int8 blocks (N, 128) with float32 scales (N, 1); the last block is padded with 0."""
     flat = x.reshape(-1).float()
     return quantize(torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK))
 
 
 def dequantize_blocks(rounded: Rounded, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The float32 tensor of that shape."""
+    """The float32 tensor of this shape from the blocks."""
     return dequantize(rounded).view(-1)[: torch.Size(shape).numel()].view(shape)
 
 
@@ -68,7 +68,7 @@ def _round_by(x: Tensor, scale: Tensor) -> Rounded:
 
 
 def round_weight(weight: Tensor, levels: str = "int8") -> Rounded:
-    """A weight as int8 with one scale: max / 127; for fewer levels a step of rms / 32, the same unit as the source's.
+    """A weight as int8 with one scale: max |w| / 127, or for fewer levels the source's step, rms / 32.
 
     Raises:
         InputError: unknown levels.
@@ -96,12 +96,12 @@ def _nearest_level(steps: Tensor, count: int) -> Tensor:
 def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
     """The weight as if it were stored in a few levels; the gradient is straight-through.
 
-        sim_2bit: +-12, +-36 steps, parted at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
+        sim_2bit: +-12, +-36 steps, split at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
 
-    A step is 1/32 of the weight's root mean square: 1/32 in the source, whose weights have variance 1. A weight of
-    zeros stays zero. The result has its shape and dtype.
+    A step is 1/32 of the weight's root mean square; in the source it is 1/32, as weights have variance 1. A weight of
+    zeros stays zero. The result has the weight's shape and dtype.
 
-    Source: TScale (sim_2bit); the others by the same mechanism.
+    Source: TScale (sim_2bit). The other levels follow the same rule.
     """
-    # The second term is 0 and has the gradient.
+    # The second term is 0, but carries the gradient.
     return dequantize(round_weight(weight, levels)).to(weight.dtype) + (weight - weight.detach())

@@ -44,7 +44,7 @@ def linear_cross_entropy(
     loss and the sum of the weight's gradient stay in float32.
 
     Args:
-        hidden: (N, D) final hidden states, a row per predicted token.
+        hidden: (N, D) final hidden states, one row per predicted token.
         weight: (V, D) output embedding.
         bias: (V,) added to the logits, or None.
         targets: (N,) token ids, or -100.
@@ -54,10 +54,10 @@ def linear_cross_entropy(
         A scalar in float32 (float64 for float64 inputs). Differentiable once in hidden, weight and bias.
 
     Raises:
-        InputError: not one target per row, a target that is no token (on a CPU; a GPU would have to wait),
+        InputError: not one target per row, a target that is no token id (checked only on a CPU),
             or a share outside [0, 1).
 
-    Cost: 3 products of N x D x V and their memory for a chunk of rows, plus one gradient of the size of `weight`. On a
+    Cost: 3 products of N x D x V; memory for the logits of a chunk and for one gradient of the size of `weight`. On a
     CPU, ignored rows cost nothing.
     """
     if not 0 <= label_smoothing < 1:
@@ -88,13 +88,13 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
 
 
 def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
-    """The rows that are not ignored; None if these are all, and on a GPU, which would have to wait for their number."""
+    """The rows that are not ignored; None if no row is ignored, and on a GPU, which would wait for their number."""
     check_shapes(("targets", targets_N, hidden.shape[:1]))
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None
     is_wrong_N = (targets_N != IGNORED) & ((targets_N < 0) | (targets_N >= len(weight)))
     if is_wrong_N.any():
-        raise InputError(f"targets: {int(targets_N[is_wrong_N][0])} given, but there are {len(weight)} tokens, from 0")
+        raise InputError(f"targets: {int(targets_N[is_wrong_N][0])} given, but ids are 0 to {len(weight) - 1}")
     rows = (targets_N != IGNORED).nonzero().flatten()
     return rows if len(rows) < len(targets_N) else None
 
@@ -114,7 +114,7 @@ def _chunks(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor,
     label_smoothing: float, *, makes_gradient: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
-    """Rows, their losses, and the gradients of their products and of the bias: see `portable.losses_and_gradient`."""
+    """Chunk by chunk: rows, losses, and gradients of logits and bias; see `portable.losses_and_gradient`."""
     num_rows = rows_of_chunk(len(weight_VD), weight_VD.device)
     for first in range(0, max(len(hidden_ND), 1), num_rows):
         rows = slice(first, min(first + num_rows, len(hidden_ND)))
@@ -141,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dbias = None if bias_V is None or not bias_V.requires_grad else torch.zeros_like(bias_V, dtype=wide)
         chunks = _chunks(hidden_low, weight_low, bias_V, targets_N, label_smoothing, makes_gradient=True)
         for rows, losses, dlogits_low, dbias_of_rows in chunks:
-            total = total + losses.sum()  # in place, it would have no gradient if PyTorch 2.11 compiles this
+            total = total + losses.sum()  # an operation in place would have no gradient when PyTorch 2.11 compiles this
             if dbias is not None and dbias_of_rows is not None:
                 dbias += dbias_of_rows
             if dhidden is not None:

@@ -13,7 +13,7 @@ _launch = LazyModule("multilin.ops.kernels.cpu_launch")
 def losses_and_gradient(
     logits_NV: Tensor, bias_V: Tensor | None, targets_N: Tensor, label_smoothing: float, makes_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `portable.losses_and_gradient`; the gradient takes the place of the logits."""
+    """See `portable.losses_and_gradient`; the gradient overwrites the logits."""
     num_rows, width = logits_NV.shape
     logits_NV, targets_N = logits_NV.contiguous(), targets_N.contiguous()
     threads = _launch.num_threads(logits_NV.numel())

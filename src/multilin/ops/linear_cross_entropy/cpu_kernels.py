@@ -1,4 +1,4 @@
-"""The kernel of `linear_cross_entropy`: a row of logits is read once and written once, and worked on in the cache.
+"""The kernel of `linear_cross_entropy`: it reads and writes each row of logits once, and works in the cache.
 
 With x = l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_target - s mean(x), and its gradient
 p - s / V - (1 - s) onehot(target).
@@ -34,7 +34,7 @@ def read(logits, bias, scores):
 
 @njit
 def largest(scores):
-    """The largest number, or nan if there is one: compared as integers, which the compiler can vectorise."""
+    """The largest number, or nan if one is nan. Numbers are compared as integers, which the compiler can vectorise."""
     top, has_nan = np.int32(-POSITIVE), np.int32(0)
     for j in range(scores.size):
         bits = np.float32(scores[j]).view(np.int32)
@@ -69,9 +69,9 @@ def add(scores, factor, shift, result):
 
 
 def forward(task, elements, index, sources):
-    """One part of the rows of logits (rows, width), whose gradient replaces them if makes_gradient.
+    """Process one part of the rows of logits (rows, width); if makes_gradient, the gradient overwrites them.
 
-    all_scores and all_dbias are (num_parts, width) to work in; bias, and rows of all_dbias, may be empty.
+    all_scores and all_dbias are work space (num_parts, width); bias and the rows of all_dbias may be empty.
     """
     arguments = arguments_of(task)
     num_parts, all_logits, bias, targets, ignored, makes_gradient, losses, all_scores, all_dbias = arguments[:9]

@@ -1,4 +1,4 @@
-"""Losses and their gradient from a chunk of logits, from PyTorch operations."""
+"""Losses and their gradient for a chunk of logits, in PyTorch operations."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ def losses_and_gradient(
         makes_gradient: False if only the losses are used; the other results are then undefined.
 
     Returns:
-        Losses (N,) in nats; the gradient of their sum in the logits (N, V), in their dtype; and in the bias (V,), None
-        if it needs none.
+        Losses (N,) in nats; the gradient of their sum with respect to the logits (N, V), in the logits' dtype; and with
+        respect to the bias (V,), None if the bias needs none.
     """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if bias_V is not None:

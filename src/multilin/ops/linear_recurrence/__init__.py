@@ -44,12 +44,12 @@ def linear_recurrence(
 
         h_t = (1 - z_t) h_(t-1) + z_t g(u_t)        z_t = sigmoid(k_t)        g(u) = u + 0.5 for u >= 0, else sigmoid(u)
 
-    All terms are positive, so nothing cancels, and 1 - z_t is sigmoid(-k_t): the error does not grow with the text. A
-    running softmax mean with the logits log z_t - sum_{s<=t} log(1 - z_s) is the same in exact arithmetic, but these
+    All terms are positive, so nothing cancels, and 1 - z_t is computed as sigmoid(-k_t): the error does not grow with
+    the text. A running softmax mean with logits log z_t - sum_{s<=t} log(1 - z_s) is equal in exact arithmetic, but its
     logits rise with every token, until float32 cannot hold their differences.
 
     Args:
-        inputs: (B, T, 2, D) k and u, side by side as one matrix product gives them; k may be -inf, which is z = 0.
+        inputs: (B, T, 2, D) k and u, side by side, as from one matrix product; k may be -inf, so that z = 0.
         state: returned by an earlier call, to continue from.
         starts: (B, T) True where a new text begins: h is 0 before it.
         padding: (B, T) True where there is no token: h stays as it is.
@@ -61,7 +61,7 @@ def linear_recurrence(
     Raises:
         InputError: inputs that are not pairs.
 
-    Cost: O(B T D) time; one pass over inputs and hidden states forward, one over these and their gradients backward.
+    Cost: O(B T D) time: forward one pass over inputs and hidden states, backward one over these and their gradients.
     Source: "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU with the continuous g of its appendix.
     """
     if inputs.ndim != 4 or inputs.shape[2] != 2:

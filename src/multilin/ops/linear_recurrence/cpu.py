@@ -1,6 +1,6 @@
-"""Start the CPU kernels of minGRU's recurrence, one pass over memory each way; the kernels are in `cpu_kernels`.
+"""Start the CPU kernels of minGRU's recurrence, in `cpu_kernels`; each direction is one pass over memory.
 
-Work is divided by texts, and by channels if texts do not divide evenly among the threads.
+Threads share the texts, and also the channels if the texts do not divide evenly.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
 """Kernels of the recurrence of minGRU, for one text and some of its channels.
 
-Forward: h_t = q_t h_(t-1) + z_t c_t with c = g(u), z = sigmoid(k), q = 1 - z = sigmoid(-k). Backward, descending:
+Forward: h_t = q_t h_(t-1) + z_t c_t with c = g(u), z = sigmoid(k), q = 1 - z = sigmoid(-k). Backward, from the end:
 
     s_t = dh_t + q_(t+1) s_(t+1)        dk_t = s_t (c_t - h_(t-1)) z_t q_t        du_t = s_t z_t g'(u_t)
 
-where g' is 1 for u >= 0, else c (1 - c). z, q and c are computed again from the inputs: reading them would cost more.
+where g' is 1 for u >= 0, else c (1 - c). Recomputing z, q and c from the inputs costs less than reading them.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ def shares(k):
 
 @njit(forceinline=True, **SCALARS)
 def keep(x, z, q):
-    """q x, computed as x - z x for small z: q near 1 has a larger rounding error, the same at every token."""
+    """q x, computed as x - z x for small z: the rounding error of a q near 1 would be the same at every token."""
     return x - z * x if z < q else q * x
 
 
@@ -40,7 +40,7 @@ def positive(u):
 
 @njit(**SCALARS)
 def read_token(k, u, h, hidden):
-    """h after a token, also as the token's hidden state."""
+    """Compute h after a token, and store it as the token's hidden state."""
     for i in range(h.size):
         z, q = shares(widen(k[i]))
         h[i] = keep(h[i], z, q) + z * positive(widen(u[i]))
@@ -49,7 +49,7 @@ def read_token(k, u, h, hidden):
 
 @njit(**SCALARS)
 def unread_token(k, u, h_before, dhidden, s, dk, du):
-    """The gradients of a token; s becomes q_t s_t, what the token before receives."""
+    """Compute the gradients of a token; s becomes q_t s_t, for the token before it."""
     for i in range(s.size):
         x = widen(u[i])
         z, q = shares(widen(k[i]))
@@ -62,7 +62,7 @@ def unread_token(k, u, h_before, dhidden, s, dk, du):
 
 @njit
 def channels_of(num_pieces, piece, width):
-    """First channel of a piece, and the one after its last."""
+    """The first channel of a piece, and the first channel after it."""
     first, last = part_of((width + LANES - 1) // LANES, num_pieces, piece)
     return first * LANES, min(last * LANES, width)
 

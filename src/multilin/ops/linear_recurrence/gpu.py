@@ -1,7 +1,7 @@
 """Start the GPU kernels of minGRU's recurrence; the kernels are in `gpu_kernels`.
 
-If texts and channels alone do not fill the card, time is cut into parts. A kernel first combines each part into one
-step; inputs are then read twice each way.
+If texts and channels alone do not fill the GPU, time is cut into parts. A kernel first combines each part into one
+step. Inputs are then read twice in each direction.
 """
 
 import torch
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from multilin.ops.kernels import LazyModule
 
-CHUNK = 64  # positions that are scanned side by side
+CHUNK = 64  # positions that are scanned in parallel
 BLOCK = 32  # channels of a program
-MAX_PARTS = 64  # of one text's time
+MAX_PARTS = 64  # parts of the time of one text
 _kernels = LazyModule("multilin.ops.linear_recurrence.gpu_kernels")
 _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 

@@ -4,8 +4,8 @@ With c = g(u), z = sigmoid(k), q = 1 - z = sigmoid(-k), and f = q, but 0 where a
 
     h_t = f_t h_(t-1) + z_t c_t        s_t = f_(t+1) s_(t+1) + dh_t        dk_t = s_t (c_t - h_(t-1)) z_t q_t
 
-and du_t = s_t z_t g'(u_t), where h_(t-1) counts as 0 where a text begins. Each is a step x -> f x + term, and two such
-steps are one of the same form. So the steps of a chunk are combined by a parallel prefix scan, chunks follow each
+and du_t = s_t z_t g'(u_t), where h_(t-1) counts as 0 where a text begins. Both h and s take steps x -> f x + term, and
+two steps combine into one such step. So the steps of a chunk are combined by a parallel prefix scan, chunks follow each
 other, and a part of the time is one step, which `summarize` computes. z, q and c are computed again from the inputs,
 which costs less than reading them.
 """
@@ -22,7 +22,7 @@ KEY = ("D", "CHUNK")
 
 @triton.jit
 def compose(factor, term, later_factor, later_term):
-    """Two steps as one."""
+    """Combine two steps into one."""
     return later_factor * factor, later_factor * term + later_term
 
 
@@ -88,7 +88,7 @@ def summarize(
     p_inputs, p_starts, p_dhidden, p_products, p_ends, T, D, length,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """A part of the time as one step: its factor and its term."""
+    """Combine a part of the time into one step: its factor and its term."""
     o_d, i_part, i_b = place(D, BLOCK)
     p_inputs += i_b * T * 2 * D
     p_dhidden = None if p_dhidden is None else p_dhidden + i_b * T * D

@@ -1,7 +1,7 @@
 """The operator of PyTorch around the compiled kernels of both devices: gradients, and shapes for tracing.
 
-The modules `cpu` and `gpu` start the kernels, with the same functions `forward` and `backward`. The operator is told
-which one to use, as Triton's interpreted kernels take tensors of the CPU.
+The modules `cpu` and `gpu` start the kernels, with the same functions `forward` and `backward`. An argument says
+which module to use, because interpreted Triton kernels also take CPU tensors.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def _differentiate(ctx: Any, dhidden: Tensor, dafter: Tensor) -> tuple[None, Ten
 
 @operator("linear_recurrence", _fake_forward, _save, _differentiate)
 def linear_recurrence(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `multilin.ops.linear_recurrence`, which does not call this without tokens; the last state is in float32."""
+    """See `multilin.ops.linear_recurrence`, which does not call this for 0 tokens; the last state is in float32."""
     hidden, after = _fake_forward(kernels, inputs, before, starts)
     _MODULES[kernels].forward(inputs.contiguous(), before.contiguous(), starts, hidden, after)
     return hidden, after

@@ -1,8 +1,8 @@
-"""The recurrence of minGRU from PyTorch operations alone, in chunks: on any device, for autograd, compile, export.
+"""The recurrence of minGRU in PyTorch operations, in chunks: for any device, autograd, torch.compile and export.
 
-Within a chunk, h = h from 0 + (product of all 1 - z so far) * (h before the chunk); chunks are computed side by
-side. The h before each chunk follow the same recurrence, CHUNK times shorter. Its factors are exponentials
-of sums of log(1 - z), because rounding 1 - z loses digits of a small z, with the same error at every token whose gate
+Within a chunk, h is the h that starts from 0, plus (product of all 1 - z so far) * (h before the chunk). Chunks are
+computed in parallel. The h before each chunk follow the same recurrence, CHUNK times shorter. Its factors are exp of
+sums of log(1 - z), because rounding 1 - z loses digits of a small z, with the same error at every token whose gate
 is the same. Factors lie in [0, 1], and nothing is divided or subtracted.
 """
 
@@ -27,7 +27,7 @@ def linear_recurrence(inputs_BT2D: Tensor, before_BD: Tensor, starts_BT: Tensor 
 
 
 def _scan(logs_BTD: Tensor, terms_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """exp of the sum of the logs up to each position, and h_t = exp(log_t) h_(t-1) + term_t from h = 0."""
+    """Return exp of the sum of the logs up to each position, and h_t = exp(log_t) h_(t-1) + term_t from h = 0."""
     num_time = logs_BTD.shape[1]
     if num_time <= CHUNK:
         return _walk(logs_BTD.exp(), terms_BTD)
@@ -42,7 +42,7 @@ def _scan(logs_BTD: Tensor, terms_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _walk(factors: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_scan`, but from factors instead of logs, position after position along the last axis but one."""
+    """Like `_scan`, but with factors instead of logs, position by position along the second-last axis."""
     steps = zip(factors.unbind(-2), terms.unbind(-2), strict=True)
     products, hidden = ([x] for x in next(steps))
     for factor, term in steps:

@@ -1,4 +1,4 @@
-"""The recurrence of minGRU and its weights, as their equations."""
+"""The recurrence of minGRU and its weights, as equations."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,7 +28,7 @@ def linear_recurrence_weights(
     starts: Bool[Tensor, "B T"] | None = None,
     padding: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T T"], Float[Tensor, "B T"]]:
-    """The weights in h_t of g(u_s) and of the 0 before the text, as means over the channels; their sum is 1.
+    """The weight in h_t of each g(u_s), and of the 0 before the text, as means over the channels; they sum to 1.
 
     Cost: O(B D T^2) time, O(B T (T + D)) memory.
     """

@@ -574,15 +574,16 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. "
         "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
-        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
-        "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
-        "(no spread between seeds for a test)."
+        "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). After the same "
+        "training time (5.0 s, when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the "
+        "difference is noise (no spread between seeds for a test)."
     )
     # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
     assert reached["tokens"] == pytest.approx(256 + 64 * 0.5)
     assert speed_sentence(clear).startswith(
-        "To reach 2.500 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
+        "To reach 2.500 bits per byte, the score of gpt2 at its end, elita needs the fewest training "
+        "tokens (288 instead of 320)"
     )
     tied = made_up(found, [[2.5, 3, 2.0], [2.5, 3, 2.01]], [[2.4, 4, 2.5], [2.4, 4, 2.51]])
     assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
@@ -598,12 +599,12 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
 @pytest.mark.parametrize(
     ("courses", "said"),
     [
-        (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
+        (NOISY, "gpt2 is within noise of elita (p > 0.05, corrected for 1 pair)."),
         (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
-        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),
-        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), and gpt2 the same; gpt2"),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), the same as gpt2; gpt2"),
+        (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), the same as gpt2; gpt2"),
     ],
 )  # fmt: skip
 def test_no_row_is_called_best_that_others_cannot_be_told_from(
@@ -652,16 +653,24 @@ def test_the_first_sentence_says_which_rows_were_not_tuned_alike(
         (
             [4, 3, 2.0],
             [4, 2.9, 1.5],
-            "At equal seconds (5.0 s, when elita ends) elita leads, 1.725 below gpt2, the next",
+            "After the same training time (5.0 s, when elita ends) elita leads, 1.725 below gpt2, the next",
         ),
-        ([2.5, 2.4, 2.3], [2.0, 1.9, 1.5], "At equal seconds (5.0 s, when elita ends) gpt2 leads, 0.325 below elita"),
-        ([4, 3, 1.975], [2.0, 1.9, 1.5], "At equal seconds (5.0 s, when elita ends) gpt2 and elita are equal"),
+        (
+            [2.5, 2.4, 2.3],
+            [2.0, 1.9, 1.5],
+            "After the same training time (5.0 s, when elita ends) gpt2 leads, 0.325 below elita",
+        ),
+        (
+            [4, 3, 1.975],
+            [2.0, 1.9, 1.5],
+            "After the same training time (5.0 s, when elita ends) gpt2 and elita are equal",
+        ),
     ],
 )
 def test_who_leads_at_equal_seconds(found: Comparison, elita: list[float], gpt2: list[float], said: str) -> None:
     comparison = made_up(found, [elita] * 3, [gpt2] * 3)
     assert said in best_sentence(comparison)
-    assert "At equal seconds" not in best_sentence(
+    assert "After the same training time" not in best_sentence(
         dataclasses.replace(comparison, budget={"seconds": 5.0}, off_budget={})
     )
     late = [dataclasses.replace(point, seconds=point.seconds + 9) for point in comparison.rows[1].runs[0].course]
@@ -696,7 +705,7 @@ def test_guessing_is_not_called_best(guessed: Comparison, capsys: pytest.Capture
     assert (sorted(guessed.at_chance), guessed.best, guessed.differences) == (["elita", "gpt2"], [], [])
     for text in shown_in(guessed, capsys).values():
         assert (
-            "No row has learned the task: with 320 training tokens for each run, none is above chance, 50.0 % of the"
+            "No row has learned the task: with 320 training tokens for each run, no row is above chance, 50.0 % of the"
             in text
         )
         assert not re.search(
@@ -718,7 +727,7 @@ def test_a_row_at_chance_is_said_to_be(
     sentence = best_sentence(comparison)
     assert "points above gpt2, the next (" in sentence
     assert "% fewer wrong answers; 95 % interval " in sentence
-    assert "Chance is 50.0 %. gpt2 is no better than chance. At equal seconds" in sentence
+    assert "Chance is 50.0 %. gpt2 is no better than chance. After the same training time" in sentence
     assert "; no better than chance" in verdict(comparison, comparison.row("gpt2"))
     assert all(sentence in text for text in shown_in(comparison, capsys).values())
     assert speed_sentence(comparison).startswith("Fewer than two rows are better than chance")
@@ -731,7 +740,7 @@ def test_rows_at_chance_are_not_compared_with_each_other() -> None:
         "other": spread([0.45, 0.44, 0.46]),
     }
     found = {(d.one, d.other): d for d in pairwise(scores, "accuracy", ["one", "other"])}
-    assert found["other", "one"].unknown == "both at chance"
+    assert found["other", "one"].unknown == "both rows are at chance"
     assert [pair for pair, d in found.items() if d.p is None] == [("other", "one")]
     assert found["one", "learned"].share == pytest.approx(1 - 0.2 / 0.47)
     assert pairwise({"all": Spread(1.0, 0.0, 3), "too": Spread(1.0, 0.0, 3)}, "accuracy")[0].share is None

@@ -98,7 +98,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "extend: 1 given, but only one stage",
         ),
         ({"like": "nowhere"}, "like: "),
-        ({"final_half": True, "task": "mqar"}, "final_half: true given, but the task mqar makes new sequences"),
+        ({"final_half": True, "task": "mqar"}, "final_half: true given, but the task mqar has no documents to divide"),
         ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
         ({"stages": [{f"optimizer.{n}": list(range(99)) for n in "ab"}]}, "stages.0: 9801 combinations given"),
         (
@@ -246,7 +246,7 @@ def test_on_a_task_a_model_beside_a_recipe_has_the_recipes_sizes_and_the_task() 
 
 @pytest.mark.parametrize("name", ["model.architecture", "model.layers"])
 def test_a_flag_makes_no_row_another_model_than_it_is_called(name: str) -> None:
-    with pytest.raises(InputError, match=rf"^--{name}: given, but rows differ in it"):
+    with pytest.raises(InputError, match=rf"^--{name}: given, but rows have their own models"):
         changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={name: "elita"})
 
 
@@ -403,7 +403,7 @@ def test_a_sweep_may_be_like_one_that_has_its_rows_and_is_like_no_other(sweep_fi
     assert load_sweep(first).rows.keys() == {"elita"}
     for content, sentence in (
         (f"like: {other.name}\nrows: {{elite: }}", "has no row 'elite'; did you mean 'elita'"),
-        ("like: first.yaml\nrows: {elita: }", f"first.yaml given, but that is like {other.name} itself"),
+        ("like: first.yaml\nrows: {elita: }", "first.yaml given, but that file has `like` too"),
     ):
         second = other.with_name("second.yaml")
         second.write_text(content)

@@ -132,14 +132,16 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
     assert html.escape(answer).replace("&#x27;", "&#39;") in page
     assert words.index(answer) < words.index(content["finding"]) < words.index("Weights at the last position")
     (best, *_), texts = content["tokens"][-1]["guesses"], [token["text"] for token in content["tokens"]]
-    assert answer.startswith(f"After this text the model expects {best['text']!r} ({best['probability']:.0%}). I")
+    assert answer.startswith(
+        f"After this text the model expects {best['text']!r} ({best['probability']:.0%}). Largest weights"
+    )
     rows = [head["rows"][-1] for head in content["steps"][0]["heads"]]
     assert len({row["first"] for row in rows}) == 1
     weights = np.mean([row["values"] for row in rows], axis=0)
     place = rows[0]["first"] + int(np.abs(weights).argmax())
-    assert f" largest weights: {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
+    assert f": {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
     if arguments:
-        assert answer.endswith("whether the prediction depends on them is not known.")
+        assert answer.endswith("what the prediction depends on is not known.")
     else:
         effects = np.array(content["removal"]["divergence"][-1]["values"][:-1], dtype=float)
         strongest = int(np.nanargmax(effects))
@@ -150,7 +152,7 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
 
 
 A, B, LAST = [np.nan, 0.5, 0.02, 1.0], [np.nan, 0.02, 0.5, 1.0], [0.1, 0.6, 0.05, 0.25]
-MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
+MOST = "Largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
 
 
 @pytest.mark.parametrize(
@@ -159,14 +161,14 @@ MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of th
         (LAST, A, f"{MOST}. Removal confirms this: without 'a' at 1 the prediction changes most, by 0.5 nats."),
         (LAST, B, f"{MOST}. Removal does not confirm this: without 'b' at 2 the prediction changes most, by 0.5 "
          "nats; without 'a' at 1 by 0.02."),
-        ([0, 0.5, -0.7, 0], B, "Its largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
+        ([0, 0.5, -0.7, 0], B, "Largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
          "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
-        (LAST, None, "and the start of the text (0.1). Removal was not measured: whether the prediction depends on"),
+        (LAST, None, "and the start of the text (0.1). Removal was not measured: what the prediction depends"),
         (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
-        (None, B, "It has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
-        (None, None, "It has no readable weights. Removal was not measured: whether"),
-        ([0, 0, 0, 0], A, "Its layers read no token at the last position. Without 'a' at 1 the"),
-        (LAST, [np.nan] * 4, "(0.1). There is no token before the last one to remove."),
+        (None, B, "The model has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
+        (None, None, "The model has no readable weights. Removal was not measured: what"),
+        ([0, 0, 0, 0], A, "At the last position the model's layers read no token. Without 'a' at 1 the"),
+        (LAST, [np.nan] * 4, "(0.1). The text is too short to remove a token before the last one."),
     ],
 )  # fmt: skip
 def test_what_is_weighed_most_is_checked_by_removal(

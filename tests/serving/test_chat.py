@@ -138,7 +138,7 @@ def test_ctrl_c_ends_an_answer_which_is_kept_unless_it_comes_twice(
     [
         (["/nope"], (), "/nope: unknown command"),
         (["/rewnd"], (), "did you mean '/rewind'"),
-        (["/switch 2"], (), "a number of branches from 1 to 1"),
+        (["/switch 2"], (), "the number of a branch, from 1 to 1"),
         (["/rewind"], (), "1 given, but the session has 0"),
         (["/save"], (), "/save: no file given"),
         (["/save /nowhere/x"], (), "/nowhere"),
@@ -246,7 +246,7 @@ def test_a_state_from_a_file_is_no_answer_to_drop(
     assert talk(place, "one", f"/save {file}", flags=flags)[0] == 0
     status, _, notes = talk(place, "/rewind", flags=(*flags, "--state", str(file)))
     assert status == 2
-    assert "/rewind: 1 given, but 0 answers came after the state" in notes
+    assert "/rewind: 1 given, but the state was followed by 0 answers only" in notes
     again = talk(place, "two", "/rewind", "two", flags=(*flags, "--state", str(file)))[1]
     assert again == 2 * talk(place, "two", flags=(*flags, "--state", str(file)))[1]
 

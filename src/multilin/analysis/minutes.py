@@ -241,13 +241,13 @@ class _Picker:
 
     def check(self) -> None:
         """Refuse a recipe that the table cannot complete, and find the given vocabulary."""
-        minutes = "--minutes picks a model for a text"
+        source, start = self.base.data.name, self.base.model.start
         if num_processes() > 1:
-            raise InputError(f"{minutes} in one process; with torchrun, give a recipe and --training.minutes")
-        if is_task(self.base.data.name):
-            raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
-        if self.base.model.start is not None:
-            raise InputError(f"model.start: {self.base.model.start} given, but {minutes}; give --training.minutes")
+            raise InputError("--minutes: works in one process; with torchrun, give a recipe and --training.minutes")
+        if is_task(source):
+            raise InputError(f"data.source: {source} is a task, but --minutes needs a text; give --training.minutes")
+        if start is not None:
+            raise InputError(f"model.start: {start} given, but --minutes picks a new model; give --training.minutes")
         self.given_vocabulary = find_vocab_size(self.base) if self._has_tokenizer else self.base.tokenizer.vocab_size
         check_model(resolve_recipe(self.recipe(self.sizes(BYTE_VOCAB_SIZE)[0])))
 

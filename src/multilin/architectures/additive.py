@@ -130,7 +130,7 @@ class AdditiveLayer(ResidualBlock):
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         if options.rescale is not None and options.stabilizer != "head_norm":
-            raise InputError(f"rescale: {options.rescale} given, but only the stabilizer head_norm has one")
+            raise InputError(f"rescale: {options.rescale} given, but only the stabilizer head_norm uses it")
         attention = AdditiveAttention(hidden_size, options)
         feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)
         super().__init__(partial(nn.LayerNorm, hidden_size), attention, feed_forward)

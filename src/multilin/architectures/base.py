@@ -132,7 +132,7 @@ _left_out: set[str] = set()  # warnings about entry points that cannot be loaded
 def register(architecture: Architecture) -> None:
     """Add an architecture to the registry."""
     if _registry.setdefault(architecture.name, architecture) is not architecture:
-        raise InputError(f"architecture: {architecture.name!r} is the name of two")
+        raise InputError(f"architecture: two architectures have the name {architecture.name!r}")
 
 
 def architectures() -> dict[str, Architecture]:

@@ -36,8 +36,8 @@ from multilin.settings.bounds import Multiple, Width
 EPS = 1e-6  # added to mean squares and squared lengths
 DECAYS, STEPS = (0.01, 16.0), (1e-3, 0.1)  # where A begins, uniform; and softplus(d), uniform in its logarithm
 MEANING = (
-    "A weight is the factor of the token's values in what the head reads: how well query and key fit, less what has "
-    "decayed and what later keys have replaced; it may be negative, and is no share."
+    "A weight is the factor with which the head reads the token's values: how well query and key fit, less the part "
+    "that decayed or that later keys replaced. It may be negative and is not a share."
 )
 
 

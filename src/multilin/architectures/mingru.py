@@ -70,10 +70,10 @@ class MinGru(Reader):
 
 def _reading(pairs_BT2E: Tensor, where: dict[str, Any], *, has_convolution: bool) -> Reading:
     weights_BTS, null_BT = linear_recurrence_weights(pairs_BT2E, **where)
-    made = ", and a convolution makes the candidate of the token and the three before" if has_convolution else ""
+    made = "; a convolution makes the candidate from this token and the three before it" if has_convolution else ""
     meaning = (
-        "A weight is the share of the token's candidate in the state, as the mean over its channels; the rest is the "
-        f"zero before the text{made}."
+        "A weight is the share of the token's candidate in the state, averaged over channels; the rest of the state "
+        f"is the zero before the text{made}."
     )
     return Reading(meaning, weights_BTS[:, None], 0, None, null_BHT=null_BT[:, None])
 

@@ -114,8 +114,8 @@ class TScaleLayer(Layer):
         super().__init__()
         head_size = options.tile(hidden_size)
         if hidden_size % head_size or head_size % (BLOCK if head_size <= 64 else 64):
-            needed = f"divide the hidden size {hidden_size} and be a multiple of 4, above 64 of 64"
-            given = f"{head_size} given" if options.head_size else f"none given, which makes it {head_size}"
+            needed = f"divide the hidden size {hidden_size} and be a multiple of 4 (above 64, a multiple of 64)"
+            given = f"{head_size} given" if options.head_size else f"none given, so it is {head_size}"
             raise InputError(f"head_size: {given}, but it must {needed}")
         self.norm = TileNorm(head_size)
         self.attention = TScaleAttention(hidden_size, head_size, options)

@@ -148,13 +148,13 @@ class _Talk:
         print(f"multilin: branch {self.place + 1}; /switch {before + 1} returns", file=sys.stderr)
 
     def _switch(self, value: str) -> None:
-        self.place = _number("/switch", value, len(self.branches), "branches") - 1
+        self.place = _number("/switch", value, len(self.branches), "the number of a branch,") - 1
         print(f"multilin: branch {self.place + 1} of {len(self.branches)}", file=sys.stderr)
 
     def _rewind(self, value: str) -> None:
-        number = _number("/rewind", value or "1", 10**6, "answers")
+        number = _number("/rewind", value or "1", 10**6, "a number of answers")
         if self.begins_with_state and number > (answers := self.answers[self.place]):
-            raise InputError(f"/rewind: {number} given, but {plural(answers, 'answer')} came after the state")
+            raise InputError(f"/rewind: {number} given, but the state was followed by {plural(answers, 'answer')} only")
         self.current.rewind(number)
         self.answers[self.place] = max(0, self.answers[self.place] - number)
 
@@ -166,9 +166,9 @@ class _Talk:
         print(f"multilin: saved the state in {path}", file=sys.stderr)
 
 
-def _number(command: str, value: str, largest: int, things: str) -> int:
+def _number(command: str, value: str, largest: int, what: str) -> int:
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= largest):
-        raise InputError(f"{command}: {value!r:.40} given, but it should be a number of {things} from 1 to {largest}")
+        raise InputError(f"{command}: {value!r:.40} given, but it should be {what} from 1 to {largest}")
     return int(value)
 
 

@@ -136,7 +136,7 @@ def _print_overview(verbs: list[str]) -> None:
     for verb in verbs:
         print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
-    print("Set MULTILIN_ALLOCATOR=system in the environment to keep the settings of glibc's memory allocator.")
+    print("For speed, multilin makes glibc keep freed memory; MULTILIN_ALLOCATOR=system in the environment stops this.")
 
 
 def _repeat_signal(lost: Any) -> None:

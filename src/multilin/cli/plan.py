@@ -74,8 +74,8 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     print_table("l" + "r" * (len(head) - 1), rows, head=head)
     console.print(
         "\nddp: each device holds the whole model; int8: the same with training.communication int8; fsdp: each holds a "
-        "part.\nMemory is a lower bound: activations are estimated, and no reserve is counted. Sending is at the full "
-        "speed of the link; it is hidden if it fits into the time of computing.",
+        "part of it.\nMemory is a lower bound: activations are estimated, and no reserve is counted. Sending uses the "
+        "full speed of the link; it is hidden if it takes no longer than computing.",
         style="dim",
     )
     minutes = {} if arguments.minutes is None else {"minutes": arguments.minutes}

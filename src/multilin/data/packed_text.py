@@ -116,11 +116,11 @@ class PackedText:
         except FileNotFoundError as error:
             raise InputError(f"{folder}: no packed text, as {Path(error.filename or folder).name} is missing") from None
         except (ValueError, TypeError, SafetensorError) as error:
-            raise InputError(f"{folder}: damaged packed text ({error}); delete it to prepare it again") from None
+            raise InputError(f"{folder}: damaged packed text ({error}); delete this folder to pack again") from None
         for name, size in sizes.items():
             if size != (expected := description.num_tokens * item_bytes[name]):
                 difference = f"{plural(size, 'byte')} instead of {expected}"
-                raise InputError(f"{folder}: {name} has {difference}; delete it to prepare it again")
+                raise InputError(f"{folder}: {name} has {difference}; delete this folder to prepare the text again")
         return cls(folder, description, index)
 
     def every_other(self, first: int) -> "PackedText":
@@ -148,7 +148,7 @@ class PackedText:
         counted = part.tokens if self.is_answer is not None else np.delete(part.tokens, part.document_starts)
         part.description = replace(
             self.description, num_tokens=part.num_tokens, num_documents=part.num_documents, num_bytes=part.num_bytes,
-            counted_bytes=int(self.token_sizes(counted).sum()), summary=f"half of this: {self.description.summary}",
+            counted_bytes=int(self.token_sizes(counted).sum()), summary=f"one half of: {self.description.summary}",
         )  # fmt: skip
         return part
 
@@ -304,7 +304,7 @@ def check_cuts(packed: Any, block_size: int, field: str) -> None:
     if num_cut:
         warnings.warn(
             f"{field}: {num_cut:,} of {plural(number, 'conversation')} are longer than a block of {block_size} tokens "
-            f"(model.n_positions) and are cut there; {num_lost:,} of them lose all their answers",
+            f"(model.n_positions) and are cut there; {num_lost:,} of these lose all answers",
             stacklevel=2,
         )
 
@@ -406,7 +406,7 @@ class _Writer:
 
     def add_conversation(self, document: Document, conversations: ConversationEncoder) -> NDArray[np.bool_]:
         """Write a conversation; the result says for each of its tokens whether it belongs to an answer."""
-        assert document.messages is not None, "texts and conversations are packed apart"
+        assert document.messages is not None, "texts and conversations cannot be packed together"
         ids, is_answer = conversations.encode(document.messages, document.name)
         if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write them itself
             ids, is_answer = [self._start, *ids], [False, *is_answer]

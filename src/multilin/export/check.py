@@ -63,7 +63,7 @@ def check_export(model: MultilinForCausalLM, folder: Path) -> None:
         own = _difference(model, hidden, TorchEngine(model), ids)
         if not own <= TOLERANCES["float32"]:
             raise InputError(
-                f"run: a layer does not continue from its state: the logits of a text in pieces and at once differ by "
+                f"run: a layer does not continue from its state: logits of a text read in pieces and at once differ by "
                 f"{own:.1%} {allowed}"
             )
         raise InputError(

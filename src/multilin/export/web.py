@@ -109,8 +109,8 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
             options = ["Replace with nothing"]
         if options:
             raise InputError(
-                f"tokenizer: its {name} has {options[0]}, which the page cannot follow exactly; use --format onnx, or "
-                "train with another tokenizer"
+                f"tokenizer: its {name} has {options[0]}, which the page cannot reproduce exactly; use --format onnx, "
+                "or train with another tokenizer"
             )
 
 

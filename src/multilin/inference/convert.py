@@ -129,7 +129,7 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
     model.load_state_dict(weights)
     for name, tensor in model.state_dict().items():
         if not torch.allclose(tensor, weights[name].to(tensor.dtype), rtol=0, atol=0, equal_nan=True):
-            raise InputError(f"weights: {name} is tied to another parameter in our model, but their values differ")
+            raise InputError(f"weights: {name} is tied to another parameter of the model, but their values differ")
     with atomic_folder(target) as partial:
         model.save_pretrained(partial)
         if tokenizer is not None:

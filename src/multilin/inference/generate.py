@@ -37,7 +37,7 @@ class Sequence:
         """
         if len(contents.unread_ids) > 1:
             raise InputError(
-                f"state: holds {len(contents.unread_ids)} texts, but one is continued at a time; select a row"
+                f"state: holds {len(contents.unread_ids)} texts, but only one text can be continued; select a row"
             )
         numbers = None if contents.rng_state is None else RandomNumbers.from_state(contents.rng_state)
         return cls(engine.restore(contents), [token for row in contents.unread_ids for token in row], numbers)

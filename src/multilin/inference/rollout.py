@@ -200,7 +200,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
     sizes = {len(over_positions) for over_positions, _, _ in maps}
     if len(sizes) != 1:
-        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have one and the same")
+        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have the same context")
     return maps
 
 
@@ -253,7 +253,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
             beyond the largest number of the dtype.
     """
     if not isinstance(run.model, MultilinForCausalLM):
-        raise InputError(f"run: a {run.model.config.model_type} model given, but a rollout needs a linear one")
+        raise InputError(f"run: a {run.model.config.model_type} model given, but a rollout needs a linear model")
     if not prompt:
         raise InputError("prompt: none given, but a rollout continues a text; give --prompt")
     ids = text_codec(run.tokenizer).encode(prompt, is_start=True)

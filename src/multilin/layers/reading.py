@@ -81,11 +81,11 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
     (weights_BHTS, own_BHT), window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
     among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
     meaning = (
-        f"A weight is the token's share in the mean over {among}: its own importance, the same whoever reads it, "
-        "divided by the sum of the importances read"
+        f"A weight is the token's share in the mean over {among}: its importance, the same at every position, "
+        "divided by the sum of the importances of the tokens read"
     )
     if own_BHT is not None:
-        meaning += "; the own term is the share with which the position's own token counts once more, past the sum"
+        meaning += "; the own term is a second weight of the position's own token, whose value is added once more"
     farthest = None if window is None else window - 1
     null_BHT = None if options.get("null_logit") is None else _missing(weights_BHTS)
     return Reading(f"{meaning}.", weights_BHTS, 0, farthest, own_BHT, null_BHT)
@@ -99,7 +99,7 @@ def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any
         "the decay over distance included"
     )
     if null_BHT is not None:
-        meaning += "; what the null key takes is read from nowhere"
+        meaning += "; the share of the null key reads no token"
     return Reading(f"{meaning}.", weights_BHTS, min(window, 1), window, null_BHT=null_BHT)
 
 

@@ -166,7 +166,7 @@ class MultilinConfig(PretrainedConfig):
 
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
-        raise InputError(f"num_attention_heads: {value} given, but each layer has its own number; set it in layers")
+        raise InputError(f"num_attention_heads: {value} given, but each layer has its own; set num_heads in `layers`")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary, with the number of heads, which PEFT reads from it."""
@@ -254,7 +254,7 @@ def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mappin
     if num_layers not in (None, len(layers)):
         raise InputError(f"num_layers: {num_layers} given, but {len(layers)} layers are listed; leave it out")
     if options:
-        raise InputError(f"options.{next(iter(options))}: given, but where layers are listed each has its own options")
+        raise InputError(f"options.{next(iter(options))}: given, but each entry of `layers` has its own options")
     return len(layers)
 
 

@@ -104,8 +104,8 @@ def create_config(
         raise InputError(f"num_heads: {choices.num_heads} given, but it must divide the hidden size {hidden_size}")
     if architecture == "llama" and sizes.hidden_size // choices.num_heads % 2:
         raise InputError(
-            f"num_heads: {choices.num_heads} given, but half the hidden size {hidden_size} must be a multiple of it, "
-            "as rotary positions turn pairs of numbers"
+            f"num_heads: {choices.num_heads} given, but it must divide half of the hidden size {hidden_size}, "
+            "because rotary positions turn numbers in pairs"
         )
     fields = dataclasses.asdict(load_settings(BaselineConfig, model, "model.config"))
     if architecture != "llama" and fields.pop("unit_variance"):

@@ -159,8 +159,8 @@ def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
     """
     if weights_hash(folder) != expected:
         raise InputError(
-            f"{field}: the weights in {folder} do not have the hash in the recipe (model.start_hash); put the old ones "
-            "back, or give model.start again to begin with the present weights"
+            f"{field}: the weights in {folder} do not have the hash in the recipe (model.start_hash); restore the old "
+            "weights, or give model.start again to begin with the present weights"
         )
 
 

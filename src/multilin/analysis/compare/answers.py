@@ -105,15 +105,15 @@ def _verdict_sentences(comparison: Comparison) -> Iterator[str]:
         return
     if comparison.has_no_learner:
         yield (
-            f"No row has learned the task: with {budget_text(comparison)} for each run, none is above chance, "
+            f"No row has learned the task: with {budget_text(comparison)} for each run, no row is above chance, "
             f"{chance_text(comparison)} of the answers right."
         )
     if comparison.off_budget:
         missed = [f"{name} used {budget_text(comparison, value)}" for name, value in comparison.off_budget.items()]
-        hint = "; a budget of tokens does not depend on the machine" if "seconds" in comparison.budget else ""
+        hint = "; a budget in tokens does not depend on the machine" if "seconds" in comparison.budget else ""
         yield (
             f"The rows are not ranked: each run had a budget of {budget_text(comparison)}, but "
-            f"{listed(missed)}, more than {TOLERANCE:.0%} off{hint}."
+            f"{listed(missed)}, which is more than {TOLERANCE:.0%} off{hint}."
         )
     if not comparison.is_ranked:
         return
@@ -162,13 +162,13 @@ def _leader(comparison: Comparison) -> str:
     leads = "is best" if len(comparison.best) == 1 else "has the best mean"
     tied = [d.one for d in comparison.to_best if not d.difference]
     sentence = f"{best.name} {leads} {budget}: {figures}"
-    sentence += f", and {listed(tied)} the same" if tied else f", {_ahead(comparison, comparison.to_best[0])}"
+    sentence += f", the same as {listed(tied)}" if tied else f", {_ahead(comparison, comparison.to_best[0])}"
     noisy = [d.one for d in comparison.to_best if d.within_noise]
     if len(comparison.best) == 1:
         return f"{sentence}. The differences to all others are larger than noise (p ≤ {LEVEL:g}, {_pairs(comparison)})."
     parts = [sentence]
     if noisy:
-        parts.append(f"{_are(noisy)} within noise of it (p > {LEVEL:g}, {_pairs(comparison)})")
+        parts.append(f"{_are(noisy)} within noise of {best.name} (p > {LEVEL:g}, {_pairs(comparison)})")
     for reason in dict.fromkeys(d.unknown for d in comparison.to_best if d.unknown):
         names = [d.one for d in comparison.to_best if d.unknown == reason]
         parts.append(f"{listed(names)}: cannot say whether the difference is noise ({reason})")
@@ -196,7 +196,7 @@ def _at_equal_seconds(comparison: Comparison) -> str:
     measure, rows = comparison.measure, [comparison.row(name) for name in comparison.order]
     ends = {row.name: mean_course(row, measure)[-1]["seconds"] for row in rows}
     first = min(rows, key=lambda row: ends[row.name])
-    when = f"At equal seconds ({duration(ends[first.name])}, when {first.name} ends)"
+    when = f"After the same training time ({duration(ends[first.name])}, when {first.name} ends)"
     found = {row.name: _scores_at(row, ends[first.name], measure) for row in rows}
     late = [name for name, values in found.items() if not values]
     unknown = f" ({listed(late)} had no validation yet)" if late else ""
@@ -233,7 +233,7 @@ def speed_sentence(comparison: Comparison) -> str:
     rows = [comparison.row(name) for name in comparison.order if name not in comparison.at_chance]
     if len(rows) < 2:
         learned = "are better than chance" if comparison.at_chance else "have finished"
-        return f"Fewer than two rows {learned}, so their speed of learning cannot be compared."
+        return f"Fewer than two rows {learned}, so speeds of learning cannot be compared."
     ends = {row.name: mean_course(row, comparison.measure)[-1][comparison.measure] for row in rows}
     worst = max(rows, key=lambda row: sign(comparison.measure) * ends[row.name])
     costs = {row.name: cost_to_reach(row, ends[worst.name], comparison.measure) for row in rows}
@@ -248,7 +248,7 @@ def speed_sentence(comparison: Comparison) -> str:
     unit = UNITS[comparison.measure]
     level = f"{100 * ends[worst.name]:.1f} %" if unit == "accuracy" else f"{ends[worst.name]:.3f}"
     level = f"{level} {unit}"
-    return f"To reach {level}, where {worst.name} ends, {'; '.join(parts) or 'all rows need the same'}."
+    return f"To reach {level}, the score of {worst.name} at its end, {'; '.join(parts) or 'all rows need the same'}."
 
 
 def cost_sentence(comparison: Comparison) -> str:
@@ -318,8 +318,8 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
         yield f"{plural(len(comparison.seeds), 'seed')}: cannot say which differences are noise."
     elif len(comparison.seeds) < 5:
         yield (
-            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences that are large against the "
-            "spread; `within noise` means that no difference was shown, not that the rows are equal."
+            f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences that are large compared with "
+            "the spread between seeds; `within noise` means that no difference was shown, not that the rows are equal."
         )
     if failed := [row.name for row in comparison.rows if row.status == FAILED]:
         yield f"No figures for {listed(failed)}: all runs failed."
@@ -329,17 +329,17 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
 def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     if comparison.final_half:
         yield (
-            "The score is measured on all tokens of the first, third, ... validation documents. The second, fourth, "
-            "... documents decided the tuning and gave the validations in training, and so the curves."
+            "The score uses the first, third, ... validation documents. Tuning and the validations during training, "
+            "which the curves show, used the second, fourth, ... documents."
         )
     if not comparison.stages:
         return
-    text = "documents that the score is not taken from" if comparison.final_half else "the validation text itself"
+    text = "the documents that the score does not use" if comparison.final_half else "the validation text itself"
     trials = sorted({len(row.tuning) for row in comparison.rows})
     share = "" if comparison.trial_share == 1 else f" with {comparison.trial_share:.0%} of the budget"
     yield (
         f"Every row was tuned with the same values on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials "
-        f"each{share}), judged by {text}; the best were then trained with all seeds."
+        f"each{share}), judged by {text}; the best values were then trained with all seeds."
     )
     for name, number in {name: len(values) for stage in comparison.stages for name, values in stage.items()}.items():
         further, at_end = [], []
@@ -351,6 +351,6 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
             if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
                 at_end.append(row.name)
         if further:
-            yield f"Where the best {name} was the lowest or highest of these, more were tried: {'; '.join(further)}."
+            yield f"Where the best {name} was the lowest or highest value, more were tried: {'; '.join(further)}."
         if at_end:
             yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond may be better."

@@ -152,7 +152,7 @@ def _read_sweep(path: Path, name: str) -> Sweep:
 def _over(other: Sweep, sweep: Sweep) -> Sweep:
     """The sweep with its base and rows merged over the base and rows of another sweep."""
     if other.like is not None:
-        raise InputError(f"like: {sweep.like} given, but that is like {other.like} itself; name a sweep without `like`")
+        raise InputError(f"like: {sweep.like} given, but that file has `like` too; name a sweep without `like`")
     for name in sweep.rows:
         if name not in other.rows:
             raise InputError(f"like: {sweep.like} has no row {shown(name)}{nearest(name, other.rows)}")
@@ -205,11 +205,11 @@ def check_sweep(sweep: Sweep) -> None:
             raise InputError(f"stages.{number}: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
     if sweep.extend and not _is_extendable(sweep.stages):
         raise InputError(
-            f"extend: {sweep.extend} given, but only one stage of one field with two or more different positive "
-            "numbers or multiples can be extended"
+            f"extend: {sweep.extend} given, but it needs a single stage of a single field, whose values are two or "
+            "more different positive numbers or multiples"
         )
     if sweep.final_half and sweep.task is not None:
-        raise InputError(f"final_half: true given, but the task {sweep.task} makes new sequences; leave it out")
+        raise InputError(f"final_half: true given, but the task {sweep.task} has no documents to divide; leave it out")
 
 
 def changed(
@@ -244,7 +244,7 @@ def changed(
     over = nested(changes, "--")
     for name in ("model.architecture", "model.layers"):
         if get(over, name) is not None:
-            raise InputError(f"--{name}: given, but rows differ in it; name the models, or write a sweep file")
+            raise InputError(f"--{name}: given, but rows have their own models; name the models, or write a sweep file")
     sweep = dataclasses.replace(
         sweep,
         rows={

@@ -137,7 +137,7 @@ def _rounded(weight: Tensor | Rounded, levels: str, parameter: Tensor | None) ->
     length = (weight.values if isinstance(weight, Rounded) else weight)[0].numel()
     if length > LONGEST_SUM:
         raise InputError(
-            f"weight: sums of {length} products given, but int32 holds no more than {LONGEST_SUM} products of int8 for "
-            "certain"
+            f"weight: rows of {length} numbers given, but int32 may overflow in sums of more than {LONGEST_SUM} "
+            "products of int8"
         )
     return (weight, parameter) if isinstance(weight, Rounded) else (round_weight(weight, levels), weight)

@@ -97,7 +97,7 @@ def is_exported() -> bool:
 
 def refuses_eager(*inputs: object, **options: object) -> str | None:
     """`Backend.refuses` of a special case for graphs."""
-    return None if is_traced(*inputs) else "no graph is made of it"
+    return None if is_traced(*inputs) else "it is used only in graphs"
 
 
 def _on_its_device(compute: Callable) -> Callable:

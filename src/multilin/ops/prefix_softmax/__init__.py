@@ -74,7 +74,7 @@ def prefix_softmax(
         reference.check_own_term(window, null_logit)
     if values.shape[:3] != logits.shape:
         raise InputError(
-            f"values: shape {tuple(values.shape)} given, but it must begin with that of logits, {tuple(logits.shape)}"
+            f"values: shape {tuple(values.shape)} given, but it must begin with logits' shape, {tuple(logits.shape)}"
         )
     (B, T, H, D), S = values.shape, 1 if window is None else window - 1
     check_shapes(("own_logits", own_logits, (B, T, H)), ("starts", starts, (B, T)))

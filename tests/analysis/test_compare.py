@@ -575,8 +575,8 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
         "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). After the same "
-        "training time (5.0 s, when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the "
-        "difference is noise (no spread between seeds for a test)."
+        "training time (5.0 s, when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether "
+        "the difference is noise (no spread between seeds for a test)."
     )
     # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")

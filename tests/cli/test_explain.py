@@ -182,7 +182,7 @@ def test_what_is_weighed_most_is_checked_by_removal(
     steps = [] if reading is None else [Step(0, "", reading, [])]
     explanation = Explanation([0, 1, 2, 3], np.zeros(3), [[(5, 0.62)]] * 4, steps, removal)
     report = Report("run", "", ["", "a", "b", "c"], [(1, ""), (1, "a"), (1, "b"), (1, "c")], {5: "d"}, explanation)
-    assert answer(report).startswith("After this text the model expects 'd' (62%). I")
+    assert answer(report).startswith("After this text the model expects 'd' (62%). ")
     assert said in answer(report)
 
 

@@ -122,7 +122,7 @@ class _Talk:
         except InputError as error:
             if has_text:  # the answer broke off
                 print(flush=True)
-            if "(n_positions)" in str(error):  # only its words tell the kind of a server's error
+            if "(n_positions)" in str(error):  # the only sign of this error, which a server may have sent
                 raise InputError(f"{error}; /rewind N drops earlier answers") from None
             raise
         print(flush=True)

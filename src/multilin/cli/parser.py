@@ -173,7 +173,7 @@ class _Once(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        """Argparse calls this for every time that the flag is given."""
+        """Argparse calls this each time that the flag is given."""
         _check_once(self.option_strings[0], getattr(namespace, self.dest, values), values)
         setattr(namespace, self.dest, values)
 

@@ -105,7 +105,7 @@ def generate(
             write(piece)
 
     pass_on(prompt if echo else "")
-    # Unread tokens begin with a character, since a later call decodes them: the state is kept from before it.
+    # A later call decodes the unread tokens, so they begin with a whole character: the state stays before it.
     is_cut = not prompt and codec.is_cut(prompt_ids)
     context = prompt_ids if is_cut or not codec.is_cut(prompt_ids) else ()
     stream = TextStream(codec, context, settings.stop_at_end, settings.stop, is_whole=not is_cut)

@@ -48,7 +48,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
 
 @contextlib.contextmanager
 def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
-    """Put a prefix before the message of an InputError; it replaces `replaced` if the message begins with that text."""
+    """Put a prefix before the message of an InputError, in place of `replaced` if the message begins with it."""
     try:
         yield
     except InputError as error:
@@ -108,7 +108,7 @@ def shown(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Looks at the first few entries and levels of containers only."""
+    """A repr that looks at the first few entries and levels of containers only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -652,16 +652,24 @@ def test_the_first_sentence_says_which_rows_were_not_tuned_alike(
         (
             [4, 3, 2.0],
             [4, 2.9, 1.5],
-            "At equal seconds (5.0 s, when elita ends) elita leads, 1.725 below gpt2, the next",
+            "After the same training time (5.0 s, when elita ends) elita leads, 1.725 below gpt2, the next",
         ),
-        ([2.5, 2.4, 2.3], [2.0, 1.9, 1.5], "At equal seconds (5.0 s, when elita ends) gpt2 leads, 0.325 below elita"),
-        ([4, 3, 1.975], [2.0, 1.9, 1.5], "At equal seconds (5.0 s, when elita ends) gpt2 and elita are equal"),
+        (
+            [2.5, 2.4, 2.3],
+            [2.0, 1.9, 1.5],
+            "After the same training time (5.0 s, when elita ends) gpt2 leads, 0.325 below elita",
+        ),
+        (
+            [4, 3, 1.975],
+            [2.0, 1.9, 1.5],
+            "After the same training time (5.0 s, when elita ends) gpt2 and elita are equal",
+        ),
     ],
 )
 def test_who_leads_at_equal_seconds(found: Comparison, elita: list[float], gpt2: list[float], said: str) -> None:
     comparison = made_up(found, [elita] * 3, [gpt2] * 3)
     assert said in best_sentence(comparison)
-    assert "At equal seconds" not in best_sentence(
+    assert "After the same training time" not in best_sentence(
         dataclasses.replace(comparison, budget={"seconds": 5.0}, off_budget={})
     )
     late = [dataclasses.replace(point, seconds=point.seconds + 9) for point in comparison.rows[1].runs[0].course]
@@ -696,7 +704,7 @@ def test_guessing_is_not_called_best(guessed: Comparison, capsys: pytest.Capture
     assert (sorted(guessed.at_chance), guessed.best, guessed.differences) == (["elita", "gpt2"], [], [])
     for text in shown_in(guessed, capsys).values():
         assert (
-            "No row has learned the task: with 320 training tokens for each run, none is above chance, 50.0 % of the"
+            "No row has learned the task: with 320 training tokens for each run, no row is above chance, 50.0 % of the"
             in text
         )
         assert not re.search(
@@ -718,7 +726,7 @@ def test_a_row_at_chance_is_said_to_be(
     sentence = best_sentence(comparison)
     assert "points above gpt2, the next (" in sentence
     assert "% fewer wrong answers; 95 % interval " in sentence
-    assert "Chance is 50.0 %. gpt2 is no better than chance. At equal seconds" in sentence
+    assert "Chance is 50.0 %. gpt2 is no better than chance. After the same training time" in sentence
     assert "; no better than chance" in verdict(comparison, comparison.row("gpt2"))
     assert all(sentence in text for text in shown_in(comparison, capsys).values())
     assert speed_sentence(comparison).startswith("Fewer than two rows are better than chance")
@@ -731,7 +739,7 @@ def test_rows_at_chance_are_not_compared_with_each_other() -> None:
         "other": spread([0.45, 0.44, 0.46]),
     }
     found = {(d.one, d.other): d for d in pairwise(scores, "accuracy", ["one", "other"])}
-    assert found["other", "one"].unknown == "both at chance"
+    assert found["other", "one"].unknown == "both rows are at chance"
     assert [pair for pair, d in found.items() if d.p is None] == [("other", "one")]
     assert found["one", "learned"].share == pytest.approx(1 - 0.2 / 0.47)
     assert pairwise({"all": Spread(1.0, 0.0, 3), "too": Spread(1.0, 0.0, 3)}, "accuracy")[0].share is None

@@ -255,7 +255,7 @@ def test_on_a_task_a_model_beside_a_recipe_has_the_recipes_sizes_and_the_task() 
 
 @pytest.mark.parametrize("name", ["model.architecture", "model.layers"])
 def test_a_flag_makes_no_row_another_model_than_it_is_called(name: str) -> None:
-    with pytest.raises(InputError, match=rf"^--{name}: given, but rows differ in it"):
+    with pytest.raises(InputError, match=rf"^--{name}: given, but rows have their own models"):
         changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={name: "elita"})
 
 

@@ -172,7 +172,7 @@ def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick], monkey
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"data.source": "task:mqar"}, "data.source: task:mqar is a task, but --minutes picks a model for a text"),
+        ({"data.source": "task:mqar"}, "data.source: task:mqar is a task, but --minutes needs a text"),
         ({"model.hidden_size": 30, "model.options.head_size": 32}, "head_size: 32 given, but it must divide"),
         ({"data.source": "nowhere.txt"}, "nowhere.txt"),
         ({"model.architecture": "nothing"}, "model.architecture: 'nothing' is not known"),

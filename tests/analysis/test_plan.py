@@ -271,7 +271,7 @@ def test_minutes_plan_what_train_picks(
         (["--kind", "h200"], "--minutes: 3 given, but it picks a model for this machine alone; leave out --devices"),
         (["--devices", "2"], "--minutes: 3 given, but it picks a model for this machine alone; leave out --devices"),
         (["--training.max_steps", "5"], "--training.max_steps: 5 given together with --minutes 3; give one of them"),
-        (["--data.source", "task:mqar"], "data.source: task:mqar is a task, but --minutes picks a model for a text"),
+        (["--data.source", "task:mqar"], "data.source: task:mqar is a task, but --minutes needs a text"),
     ],
 )  # fmt: skip
 def test_what_minutes_cannot_plan(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

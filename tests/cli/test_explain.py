@@ -132,12 +132,14 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
     assert html.escape(answer).replace("&#x27;", "&#39;") in page
     assert words.index(answer) < words.index(content["finding"]) < words.index("Weights at the last position")
     (best, *_), texts = content["tokens"][-1]["guesses"], [token["text"] for token in content["tokens"]]
-    assert answer.startswith(f"After this text the model expects {best['text']!r} ({best['probability']:.0%}). I")
+    assert answer.startswith(
+        f"After this text the model expects {best['text']!r} ({best['probability']:.0%}). Largest weights"
+    )
     rows = [head["rows"][-1] for head in content["steps"][0]["heads"]]
     assert len({row["first"] for row in rows}) == 1
     weights = np.mean([row["values"] for row in rows], axis=0)
     place = rows[0]["first"] + int(np.abs(weights).argmax())
-    assert f" largest weights: {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
+    assert f": {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
     if arguments:
         assert answer.endswith("so what the prediction depends on is not known.")
     else:
@@ -150,7 +152,7 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
 
 
 A, B, LAST = [np.nan, 0.5, 0.02, 1.0], [np.nan, 0.02, 0.5, 1.0], [0.1, 0.6, 0.05, 0.25]
-MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
+MOST = "Largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the text (0.1)"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of th
         (LAST, A, f"{MOST}. Removal confirms this: without 'a' at 1 the prediction changes most, by 0.5 nats."),
         (LAST, B, f"{MOST}. Removal does not confirm this: without 'b' at 2 the prediction changes most, by 0.5 "
          "nats; without 'a' at 1 by 0.02."),
-        ([0, 0.5, -0.7, 0], B, "Its largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
+        ([0, 0.5, -0.7, 0], B, "Largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
          "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
         (LAST, None, "and the start of the text (0.1). Removal was not measured, so what the prediction depends on"),
         (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
@@ -180,7 +182,7 @@ def test_what_is_weighed_most_is_checked_by_removal(
     steps = [] if reading is None else [Step(0, "", reading, [])]
     explanation = Explanation([0, 1, 2, 3], np.zeros(3), [[(5, 0.62)]] * 4, steps, removal)
     report = Report("run", "", ["", "a", "b", "c"], [(1, ""), (1, "a"), (1, "b"), (1, "c")], {5: "d"}, explanation)
-    assert answer(report).startswith("After this text the model expects 'd' (62%). I")
+    assert answer(report).startswith("After this text the model expects 'd' (62%). ")
     assert said in answer(report)
 
 

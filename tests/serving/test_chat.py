@@ -138,7 +138,7 @@ def test_ctrl_c_ends_an_answer_which_is_kept_unless_it_comes_twice(
     [
         (["/nope"], (), "/nope: unknown command"),
         (["/rewnd"], (), "did you mean '/rewind'"),
-        (["/switch 2"], (), "a number of branches from 1 to 1"),
+        (["/switch 2"], (), "the number of a branch, from 1 to 1"),
         (["/rewind"], (), "1 given, but the session has 0"),
         (["/save"], (), "/save: no file given"),
         (["/save /nowhere/x"], (), "/nowhere"),

@@ -206,5 +206,5 @@ def test_what_it_cannot_do_is_refused(tiny: Tiny, tmp_path: Path, monkeypatch: p
 def test_without_a_gpu_it_says_that_it_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is a device")
-    with pytest.warns(UserWarning, match="but this machine has none"):
+    with pytest.warns(UserWarning, match="but this machine has no GPU"):
         train(tiny(tmp_path / "run", **HOST, **{"training.max_steps": 1}))

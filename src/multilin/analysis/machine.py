@@ -74,7 +74,7 @@ def examine() -> Checkup:
         platform=platform.platform(), device=device_name(device), threads=torch.get_num_threads(), cores=cores,
         precision=resolve_precision("auto"),
         cpu_features=sorted(k for k, value in capabilities.items() if value is True and k.startswith(CPU_FEATURES)),
-        freed_memory="kept" if gives_back is None else f"given back to the system, as {gives_back}",
+        freed_memory="kept" if gives_back is None else f"given back to the system, because {gives_back}",
         backends={name: backend.name for name, backend in backends.items()}, gpu_backends=_gpu_backends(),
         warnings=warnings,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def _gpu_backends() -> dict[str, str]:
     for name, op in all_ops().items():
         if backend := next((backend for backend in op.backends if backend.device == "cuda"), None):
             reason = backend.why_not()
-            preferred[name] = f"{backend.name}, not here: {reason}" if reason else backend.name
+            preferred[name] = f"{backend.name}, not used here: {reason}" if reason else backend.name
     return preferred
 
 

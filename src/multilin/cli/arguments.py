@@ -48,7 +48,7 @@ class Flag(NamedTuple):
 
     @property
     def given_type(self) -> Any:
-        """The type that the text is read as; `str` for optional texts, in which "null" is a text."""
+        """The type that the text is read as; `str` for optional texts, so that "null" stays a text."""
         is_text = set(get_args(self.hint)) == {str, types.NoneType}
         return str if is_text and not self.is_change else self.hint
 

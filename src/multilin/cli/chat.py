@@ -122,7 +122,7 @@ class _Talk:
         except InputError as error:
             if has_text:  # the answer broke off
                 print(flush=True)
-            if "(n_positions)" in str(error):  # only its words tell the kind of a server's error
+            if "(n_positions)" in str(error):  # the only sign of this error, which a server may have sent
                 raise InputError(f"{error}; /rewind N drops earlier answers") from None
             raise
         print(flush=True)
@@ -148,11 +148,11 @@ class _Talk:
         print(f"multilin: branch {self.place + 1}; /switch {before + 1} returns", file=sys.stderr)
 
     def _switch(self, value: str) -> None:
-        self.place = _number("/switch", value, len(self.branches), "branches") - 1
+        self.place = _number("/switch", value, len(self.branches), "the number of a branch,") - 1
         print(f"multilin: branch {self.place + 1} of {len(self.branches)}", file=sys.stderr)
 
     def _rewind(self, value: str) -> None:
-        number = _number("/rewind", value or "1", 10**6, "answers")
+        number = _number("/rewind", value or "1", 10**6, "a number of answers")
         if self.begins_with_state and number > (answers := self.answers[self.place]):
             raise InputError(f"/rewind: {number} given, but {plural(answers, 'answer')} came after the given state")
         self.current.rewind(number)
@@ -166,9 +166,9 @@ class _Talk:
         print(f"multilin: saved the state in {path}", file=sys.stderr)
 
 
-def _number(command: str, value: str, largest: int, things: str) -> int:
+def _number(command: str, value: str, largest: int, what: str) -> int:
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= largest):
-        raise InputError(f"{command}: {value!r:.40} given, but it should be a number of {things} from 1 to {largest}")
+        raise InputError(f"{command}: {value!r:.40} given, but it should be {what} from 1 to {largest}")
     return int(value)
 
 

@@ -17,7 +17,7 @@ from multilin.training.recipe import Changes
 if TYPE_CHECKING:
     from multilin.analysis.compare.record import Comparison
 
-LONGER, MOST_SEEDS = 4, 100  # factor of the budget if no row has learned a task; seeds of a comparison
+LONGER, MOST_SEEDS = 4, 100  # factor of the next budget if no row has learned a task; seeds of a comparison
 
 
 @settings

@@ -62,7 +62,7 @@ def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
 
 
 def _output_folder(arguments: ExplainArguments) -> Path:
-    """The folder for the files; refuses one that cannot be written."""
+    """The folder for the files; refuses a folder that cannot be written."""
     output = arguments.output or Path(arguments.run, "explain")
     check_folder("--output", output)
     folder = Path(output)

@@ -56,7 +56,7 @@ def export(arguments: ExportArguments) -> None:
         raise InputError("precision: 4bit given, but --format web takes float32 or 8bit")
     check_installed("export:", "export", "onnx", "onnxscript", "onnxruntime")
     run = load(arguments.run)
-    run.model.cpu()  # where the export runs, too
+    run.model.cpu()  # the export also runs on the CPU
     from multilin.analysis.evaluate.run import recipe_of, validation_text
     from multilin.cli.progress import show_progress
     from multilin.export.check import compare_export
@@ -178,7 +178,7 @@ def export_later(folder: Path) -> None:
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
-    """Export a run into the folder beside it; if it may fail, the result is the reason of a failure, or None."""
+    """Export a run into the folder beside it; with `may_fail`, return the reason of a failure, or None."""
     from multilin.cli.progress import show_progress
     from multilin.export.cache import keep_export
 

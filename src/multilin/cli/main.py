@@ -36,7 +36,7 @@ from multilin.training.environment import drop_empty
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-FIRST_SECONDS = 5.0  # the other processes of a machine wait so long, so that the first one reports bad input
+FIRST_SECONDS = 5.0  # that the other processes of a machine wait, so that the first one reports bad input
 HELP = ("-h", "--help", "help")
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (

@@ -138,7 +138,7 @@ def _sentence(message: str, verb: str, known: Mapping[str, Flag]) -> str:
     if match := re.match(r"argument (\S+?)[:/ ].*expected", message):
         name, given_type = match[1], known[match[1]].given_type if match[1] in known else None
         accepted = "" if given_type is None else f"; give {_accepted(given_type)}"
-        hyphen = f", as {name}=... if it begins with a hyphen" if given_type is str else ""
+        hyphen = f"; write {name}=... if the value begins with a hyphen" if given_type is str else ""
         return f"{name}: a value is missing{accepted}{hyphen}"
     return " ".join(message.split())
 
@@ -173,7 +173,7 @@ class _Once(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        """Argparse calls this for every time that the flag is given."""
+        """Argparse calls this each time that the flag is given."""
         _check_once(self.option_strings[0], getattr(namespace, self.dest, values), values)
         setattr(namespace, self.dest, values)
 

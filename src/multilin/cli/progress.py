@@ -86,7 +86,7 @@ class TrainingDisplay(TrainingProgress):
         self._share = 0.0
         self._last_print = 0.0
         self._ahead: Callable[[float], float] | None = None
-        self._first_line: tuple[float, float] | None = None  # time and share, when kernels were compiled
+        self._first_line: tuple[float, float] | None = None  # its time and share; kernels are compiled before it
         self._validation = ""
 
     def __enter__(self) -> Self:
@@ -150,7 +150,7 @@ class TrainingDisplay(TrainingProgress):
             self.message(f"{self._place(line['step'])}  {format_figures(line)}")
 
     def _left(self) -> dict[str, float]:
-        """The seconds left for this run and all runs after it, from its second line on."""
+        """The seconds left for this run and all runs after it; nothing before its second line."""
         now = time.monotonic()
         began, share = self._first_line = self._first_line or (now, self._share)
         if self._ahead is None or self._share <= share:
@@ -169,7 +169,7 @@ class TrainingDisplay(TrainingProgress):
         return {} if found is None else {"forecast": found}
 
     def _place(self, step: int) -> str:
-        """How far the run is: the step of all steps, or the share of the run."""
+        """How far the run is: the step and the number of steps, or the share of the run."""
         if self._max_steps:
             return f"step {step}/{self._max_steps}"
         return f"step {step} ({100 * self._share:.0f} % of the run)"

@@ -11,7 +11,7 @@ from multilin.settings import settings
 from multilin.settings.bounds import PathText
 
 _NAME = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]{0,95}", re.ASCII | re.IGNORECASE)
-_REFUSED = re.compile(r"--|\.\.|\.git$|[.-](/|$)")  # by the hub
+_REFUSED = re.compile(r"--|\.\.|\.git$|[.-](/|$)")  # in a name, by the hub
 
 
 @settings

@@ -148,7 +148,7 @@ class PackedText:
         counted = part.tokens if self.is_answer is not None else np.delete(part.tokens, part.document_starts)
         part.description = replace(
             self.description, num_tokens=part.num_tokens, num_documents=part.num_documents, num_bytes=part.num_bytes,
-            counted_bytes=int(self.token_sizes(counted).sum()), summary=f"half of this: {self.description.summary}",
+            counted_bytes=int(self.token_sizes(counted).sum()), summary=f"one half of: {self.description.summary}",
         )  # fmt: skip
         return part
 
@@ -304,7 +304,7 @@ def check_cuts(packed: Any, block_size: int, field: str) -> None:
     if num_cut:
         warnings.warn(
             f"{field}: {num_cut:,} of {plural(number, 'conversation')} are longer than a block of {block_size} tokens "
-            f"(model.n_positions) and are cut there; {num_lost:,} of them lose all their answers",
+            f"(model.n_positions) and are cut there; {num_lost:,} of these lose all answers",
             stacklevel=2,
         )
 

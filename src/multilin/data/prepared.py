@@ -52,7 +52,7 @@ class Folder:
     def describe(self) -> Description:
         """The description of a packed text."""
         if self.description is None:
-            raise InputError(f"{self.name}: the manifest does not say what it holds; prepare the text again")
+            raise InputError(f"{self.name}: the manifest does not describe the text; prepare the text again")
         return self.description
 
 
@@ -296,7 +296,7 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
     texts = {address: open_prepared("data.mix", address, progress) for address in weights}
     (first_name, first), *others = texts.items()
     for name, other in others:
-        for field, meaning in (("tokenizer_hash", "the same tokenizer"), ("is_chat", "only texts, or only chats")):
+        for field, meaning in (("tokenizer_hash", "tokens of one tokenizer"), ("is_chat", "only texts, or only chats")):
             if getattr(other.validation.description, field) != getattr(first.validation.description, field):
                 raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} should hold {meaning}")
     identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())

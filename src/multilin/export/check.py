@@ -72,7 +72,7 @@ def check_export(model: MultilinForCausalLM, folder: Path) -> None:
 
 
 def _difference(model: MultilinForCausalLM, hidden_BTD: torch.Tensor, engine: Engine, ids: NDArray[np.int64]) -> float:
-    """The relative difference, see `check_export`, of an engine from the model with these final hidden states."""
+    """The relative difference between an engine's logits and the model's logits at `hidden_BTD`."""
     rows, columns, given = zip(*_read_in_pieces(engine, ids), strict=True)
     given_NV = torch.from_numpy(np.stack(given)).double()
     expected_NV = model.lm_head(hidden_BTD[list(rows), list(columns)]).double()
@@ -81,7 +81,7 @@ def _difference(model: MultilinForCausalLM, hidden_BTD: torch.Tensor, engine: En
 
 
 def _read_in_pieces(engine: Engine, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, Logits]]:
-    """Read rows in pieces of random lengths, often of one token; row, column and logits at the end of each piece."""
+    """Read rows in pieces of random lengths, often of one token; yield row, column and logits at each end."""
     draw, state, num_read = np.random.default_rng(1), engine.new_state(len(ids)), np.zeros(len(ids), np.int64)
     while (num_read < ids.shape[1]).any():
         counts = np.ones_like(num_read) if draw.random() < 0.5 else draw.choice(PIECES, len(ids))

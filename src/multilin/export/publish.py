@@ -182,7 +182,7 @@ def _add(module: str, files: dict[str, str]) -> None:
 
 
 def _relative(node: ast.ImportFrom, files: dict[str, str]) -> list[str]:
-    """The lines that replace an import, whose modules are added; none where it stays."""
+    """The lines that replace an import, whose modules are added; no lines if the import needs no change."""
     package = (node.module or "").partition(".")[0]
     if package not in (_PACKAGE, *_ONLY_FOR_CHECKS):
         return []

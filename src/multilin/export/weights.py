@@ -74,7 +74,7 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     quantizer.process()
     result: onnx.ModelProto = quantizer.model.model
     if not any(node.op_type == "MatMulNBits" for node in result.graph.node):
-        raise InputError(f"precision: {precision} given, but the graph has no product with a constant matrix")
+        raise InputError(f"precision: {precision} given, but the graph has no matrix of weights to round")
     return result
 
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from multilin.errors import InputError, shorten
 
 LONGEST_NAME = 255  # bytes, on every common file system
-MOST_LINKS = 40  # followed in a row, as Linux does
+MOST_LINKS = 40  # links followed in a row, as in Linux
 LONGEST_PATH = 200  # characters of a path in a message
-KERNEL_FOLDERS = ("/proc", "/sys")  # without regular files; /dev/stdout is a link into /proc
+KERNEL_FOLDERS = ("/proc", "/sys")  # hold no regular files; /dev/stdout is a link into /proc
 
 
 def check_writable(name: str, path: str | Path) -> Path:
@@ -35,7 +35,7 @@ def check_writable(name: str, path: str | Path) -> Path:
         The path of the file itself, where `path` is a link.
 
     Raises:
-        InputError: its folder does not exist or cannot be written; or it is a folder, device, pipe or socket.
+        InputError: the folder of the file does not exist or cannot be written; or `path` is not a regular file.
     """
     with path_errors(name, path):
         target = _resolve(name, path)
@@ -63,7 +63,7 @@ def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> P
         The path of the folder itself, where `path` is a link.
 
     Raises:
-        InputError: it or a parent is not a folder or cannot be written, or it is not empty but must be.
+        InputError: the path or a parent is not a folder or cannot be written, or it must be new but holds files.
     """
     with path_errors(name, path):
         existing = target = _resolve(name, path)
@@ -189,13 +189,13 @@ def partial_path(target: Path, token: str | None = None) -> Path:
 
 
 def remove_partials(folder: Path, name: str = "*") -> None:
-    """Remove the unfinished files of killed processes in a folder, of one name or all; the caller holds a lock."""
+    """Remove the unfinished files of killed processes in a folder, of one target or of all; the caller holds a lock."""
     for partial in folder.glob(f".{name}-*.partial"):
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
 
 def is_path(name: str) -> bool:
-    """True if a name can only be a file or folder: names on the hub are `owner/name`, with dots only inside."""
+    """True if a name can only be a file or folder, because names of this form are not used on the hub."""
     path = Path(name)
     is_file = path.suffix == ".json" or (path.suffix != "" and "/" not in name)
     return is_file or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1

@@ -74,7 +74,7 @@ def _acquire(name: str, path: str | Path, lock: Path, waits: bool) -> int:
                 stacklevel=4,
             )
             return descriptor
-        # The holder before removes the file: then this lock is on a file that no other process can find.
+        # The previous holder may have removed the file; then no other process can find the file of this lock.
         if os.fstat(descriptor).st_nlink:
             os.truncate(descriptor, 0)
             with contextlib.suppress(OSError):  # if the disk is full, the file names no process
@@ -87,5 +87,5 @@ def _holder(descriptor: int) -> str:
     try:
         holder = json.loads(os.read(descriptor, 1000))
         return f"process {int(holder['process'])} on {str(holder['host'])!r}"
-    except (OSError, ValueError, TypeError, KeyError):  # it has not written its number yet
+    except (OSError, ValueError, TypeError, KeyError):  # the holder has not written its process id yet
         return "another process"

@@ -40,9 +40,9 @@ class Engine(Protocol):
         """A state of `num_rows` rows that have read nothing."""
 
     def read(self, state: Any, token_ids: Sequence[Sequence[int]]) -> Logits:
-        """Read the next tokens of each row, changing the state in place; the logits after each row's last, (rows, V).
+        """Read the next tokens of each row into the state; return the logits after each row's last token, (rows, V).
 
-        Rows may have different numbers of tokens, also none; the logits of such a row are 0.
+        Rows may have different numbers of tokens. The logits of a row without tokens are 0.
         """
 
     def num_read(self, state: Any) -> list[int]:

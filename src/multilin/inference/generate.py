@@ -37,7 +37,7 @@ class Sequence:
         """
         if len(contents.unread_ids) > 1:
             raise InputError(
-                f"state: holds {len(contents.unread_ids)} texts, but one is continued at a time; select a row"
+                f"state: holds {len(contents.unread_ids)} texts, but only one text can be continued; select a row"
             )
         numbers = None if contents.rng_state is None else RandomNumbers.from_state(contents.rng_state)
         return cls(engine.restore(contents), [token for row in contents.unread_ids for token in row], numbers)
@@ -105,7 +105,7 @@ def generate(
             write(piece)
 
     pass_on(prompt if echo else "")
-    # Unread tokens begin with a character, since a later call decodes them: the state is kept from before it.
+    # A later call decodes the unread tokens, so they begin with a whole character: the state stays before it.
     is_cut = not prompt and codec.is_cut(prompt_ids)
     context = prompt_ids if is_cut or not codec.is_cut(prompt_ids) else ()
     stream = TextStream(codec, context, settings.stop_at_end, settings.stop, is_whole=not is_cut)

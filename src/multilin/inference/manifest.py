@@ -25,7 +25,7 @@ class Manifest:
     end_id, pad_id: the token that begins and ends a text, and the token of padding.
     eos_id: another token that ends a text, if there is one.
     prompt_columns: tokens that prompt.onnx reads at once.
-    state: tensors of the state.
+    state: descriptions of the state's tensors.
     source: SHA-256 of the files that the model was exported from.
     files: SHA-256 of the files beside the manifest.
     """

@@ -20,9 +20,9 @@ from multilin.runs.files import MANIFEST
 
 onnxruntime.disable_telemetry_events()  # nothing about a model leaves the machine
 
-SHORT = 4  # tokens that are read one by one: loading the graph of longer pieces takes longer
+SHORT = 4  # most tokens to read one by one, which is faster than loading the graph of longer pieces
 _LEADING = {"step.onnx": ["input_ids", "num_read"], "prompt.onnx": ["input_ids", "num_new", "num_read"]}  # inputs
-FEWEST_SLOTS = 64  # slots of a new ring, doubled as tokens come until it is full
+FEWEST_SLOTS = 64  # slots of a new ring; their number doubles when they are full, up to the ring's limit
 EMBEDDING = ("num_read_B", "hash_B", "document_B")
 _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
 
@@ -137,7 +137,7 @@ class OnnxState:
         for one in self.about:
             ring, added = self.tensors[one.name], other.tensors[one.name]
             if not one.is_ring:
-                self.tensors[one.name] = np.concatenate([ring, added])  # a step gives new ones anyway
+                self.tensors[one.name] = np.concatenate([ring, added])  # without room: each step returns new arrays
                 continue
             room = self.room.get(one.name, ring)
             if len(room) < after:
@@ -161,7 +161,7 @@ class OnnxState:
         return left
 
     def _shrink(self) -> None:
-        """Remove slots of rings that only a removed row had filled: other rows have token n in slot n."""
+        """Remove the slots of rings beyond the tokens of the longest row that is left."""
         num_tokens = max(int(self.num_read.max(initial=0)), 1)
         for one, tensor in self._rings():
             ring, num_slots = _slots_first(tensor, one), _num_slots(one, num_tokens)
@@ -187,7 +187,7 @@ class OnnxEngine:
     Args:
         folder: the folder that `multilin export` wrote.
         num_threads: threads that compute a step; None leaves their number to ONNX Runtime.
-        spins: threads that wait keep their cores busy, which is faster if nothing else needs them.
+        spins: waiting threads keep their cores busy, which is faster if nothing else needs the cores.
 
     Raises:
         InputError: no export there, one of another version, or one whose files do not fit together.
@@ -247,7 +247,7 @@ class OnnxEngine:
         return OnnxState.empty(self._inputs, num_rows)
 
     def read(self, state: OnnxState, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Read the next tokens of each row; the logits after each row's last, (rows, V).
+        """Read the next tokens of each row; return the logits after each row's last token, (rows, V).
 
         Raises:
             InputError: a row longer than the model can read.

@@ -178,7 +178,7 @@ def _factor(model: MultilinForCausalLM, dtype: torch.dtype) -> _Factors:
     for over_positions, over_features, offset in maps[1:]:
         mixing_NN, features_DD = over_positions @ mixing_NN, over_features @ features_DD
         offset_ND = over_positions @ offset_ND @ over_features.T + offset
-    # On the small matrices, the scale costs nothing.
+    # The scale multiplies the small matrices, where it costs nothing.
     features_DD, offset_ND = features_DD * model.config.final_scale, offset_ND * model.config.final_scale
     return _Factors(embedding_VD.T, mixing_NN, features_DD, offset_ND, model.lm_head.weight.to(dtype), bias_V)
 
@@ -218,7 +218,7 @@ class Way:
     """One way of computing the outputs.
 
     token_ids: the likeliest token of each output; text: the same, decoded.
-    seconds: for all outputs, the model loaded and warm.
+    seconds: time for all outputs, with the model loaded and warmed up.
     """
 
     token_ids: list[int]
@@ -232,7 +232,7 @@ class RolloutResult:
 
     num_prompt_tokens: tokens read first, the start token included.
     speedup: sequential over parallel seconds.
-    largest_difference: over the outputs, the norm of the difference relative to the norm of the output.
+    largest_difference: the largest, over the outputs, of the norm of the difference divided by the output's norm.
     """
 
     prompt: str
@@ -246,14 +246,14 @@ class RolloutResult:
 
 
 def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResult:
-    """Feed a model's raw outputs back as its inputs after a prompt, all at once and one after the other.
+    """Feed a model's raw outputs back as its inputs after a prompt, in parallel and step by step, and compare both.
 
     Raises:
         InputError: a model that is not linear, no prompt, more positions than the model reads, or outputs that grow
             beyond the largest number of the dtype.
     """
     if not isinstance(run.model, MultilinForCausalLM):
-        raise InputError(f"run: a {run.model.config.model_type} model given, but a rollout needs a linear one")
+        raise InputError(f"run: a {run.model.config.model_type} model given, but a rollout needs a linear model")
     if not prompt:
         raise InputError("prompt: none given, but a rollout continues a text; give --prompt")
     ids = text_codec(run.tokenizer).encode(prompt, is_start=True)
@@ -284,7 +284,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
 
 
 def _check_memory(run: Run, settings: RolloutSettings) -> None:
-    """Refuse more memory than there is for a map over all positions of each layer, and the outputs of both ways."""
+    """Refuse a rollout if the memory cannot hold each layer's map over positions and the outputs of both ways."""
     config, positions = run.model.config, run.longest_text or 0
     numbers = (config.num_hidden_layers + 2) * positions**2
     numbers += 2 * min(settings.num_steps, positions) * config.vocab_size
@@ -293,7 +293,7 @@ def _check_memory(run: Run, settings: RolloutSettings) -> None:
 
 
 def _time(function: Callable[[int], Tensor], num_steps: int, device: torch.device) -> tuple[Tensor, float]:
-    """The outputs and the seconds they took; a few steps come before, so that libraries are loaded."""
+    """The outputs and the seconds they took; a few steps before the measurement load the libraries."""
     function(min(num_steps, 3))
     _synchronize(device)
     begin = time.perf_counter()

@@ -99,7 +99,7 @@ def choose_tokens(
     if plain:
         ends = logits_BV[plain].astype(np.float64)  # in place from here on: large arrays are slow to allocate
         ends -= ends.max(axis=1, keepdims=True)
-        with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
+        with np.errstate(over="ignore"):  # a temperature near 0 leaves only the likeliest token
             ends /= np.array([settings[row].temperature for row in plain])[:, None]
         np.cumsum(np.exp(ends, out=ends), axis=1, out=ends)
         for row, end in zip(plain, ends, strict=True):
@@ -111,7 +111,7 @@ def choose_tokens(
 
 
 def _draw(ends: NDArray[np.float64], numbers: RandomNumbers) -> int:
-    """Draw an index, given the running sums of its weights."""
+    """Draw an index, given the running sums of the weights of all indices."""
     return min(int(np.searchsorted(ends, numbers.uniform() * ends[-1], side="right")), len(ends) - 1)
 
 
@@ -139,11 +139,11 @@ def candidates(logits_V: Logits, settings: GenerationSettings) -> tuple[NDArray[
     if len(tokens) < len(logits_V) or top_p < 1.0:
         tokens = tokens[np.argsort(-logits_V[tokens], kind="stable")]
     logits = logits_V[tokens].astype(np.float64)
-    with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
+    with np.errstate(over="ignore"):  # a temperature near 0 leaves only the likeliest token
         shares = np.exp((logits - logits.max()) / settings.temperature)
     shares /= shares.sum()
     if top_p < 1.0:
-        # As many as reach the share, the last one included.
+        # The fewest tokens whose shares add up to top_p.
         num_kept = int(np.searchsorted(np.cumsum(shares), top_p) + 1)
         tokens, shares = tokens[:num_kept], shares[:num_kept]
     if min_p > 0.0:

@@ -25,8 +25,8 @@ FORMAT = "multilin-state-4"
 METADATA = {"format", "model", "unread_ids", "sha256"}
 RNG_STATE = "rng_state"
 MOST_ROWS = 2**16
-LEAST_PARALLEL = 2**22  # bytes that are hashed in parallel; starting threads takes longer than hashing fewer
-MOST_TOKENS = 2**40  # that a model without n_positions can have read
+LEAST_PARALLEL = 2**22  # bytes that are hashed in parallel; for fewer bytes, starting threads takes longer
+MOST_TOKENS = 2**40  # tokens that a model without n_positions can have read
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StateTensor:
         return tensor[:, :num_slots]
 
     def whole(self, tensor: NDArray[Any]) -> NDArray[Any]:
-        """All slots, from the filled ones."""
+        """All slots, given the filled slots."""
         missing = self.shape[0] - tensor.shape[1]
         if not missing:
             return tensor

@@ -13,8 +13,8 @@ from multilin.data.added_text import TextReader
 from multilin.data.encoding import is_byte_name, token_bytes
 from multilin.errors import InputError, shown
 
-CONTEXT = 8  # tokens before a text that can matter to how it is decoded
-MOST_UNFINISHED = 3  # bytes of a character without its last one
+CONTEXT = 8  # tokens before a text on which its decoding can depend
+MOST_UNFINISHED = 3  # most bytes of a character without its last byte
 # The bytes of an unfinished character at an end, after the Unicode standard's table of well-formed UTF-8.
 UNFINISHED = re.compile(
     rb"(?:[\xc2-\xf4]|\xe0[\xa0-\xbf]|\xed[\x80-\x9f]|[\xe1-\xec\xee\xef][\x80-\xbf]"
@@ -63,19 +63,19 @@ class TextCodec:
         return self._num_unfinished(token_ids) > 0
 
     def is_certain(self, token_ids: Sequence[int]) -> bool:
-        """True if no later token changes the text of these: a character is whole, and a run of bytes has ended."""
+        """True if no later token changes the text of these tokens: no character or run of bytes is cut."""
         return not (self.is_cut(token_ids) or (token_ids and self._is_fallback(token_ids[-1])))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, without an unfinished character at its end."""
         cut = self._num_unfinished(token_ids)
-        if cut and self._is_fallback(token_ids[-1]):  # tokens of one byte, which would make the others unreadable
+        if cut and self._is_fallback(token_ids[-1]):  # single bytes, which would make the bytes before them unreadable
             token_ids, cut = token_ids[:-cut], 0
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text[:-1] if cut else text  # without a U+FFFD
+        return text[:-1] if cut else text  # without the U+FFFD of the unfinished character
 
     def _num_unfinished(self, token_ids: Sequence[int]) -> int:
-        """Bytes at the end that begin a character."""
+        """The number of bytes at the end that begin an unfinished character."""
         if not token_ids or self.token_bytes(token_ids[-1])[-1:].isascii():
             return 0
         found = UNFINISHED.search(b"".join(map(self.token_bytes, token_ids[-MOST_UNFINISHED:])))
@@ -115,7 +115,7 @@ class TextCodec:
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """Number of tokens; the model may have more rows for them."""
+        """Number of tokens; the model's embedding may have more rows."""
         return self.tokenizer.get_vocab_size()
 
 
@@ -162,7 +162,7 @@ class TextStream:
 
     def __post_init__(self) -> None:
         start, codec = max(len(self.context) - CONTEXT, 0), self.codec
-        # Half a character, or no text, would spoil what some tokenizers decode after it.
+        # Some tokenizers decode text wrongly after half a character, or after no text.
         while start and not (
             codec.is_certain(self.context[max(start - MOST_UNFINISHED, 0) : start])
             and self._decode(self.context[start:])
@@ -195,7 +195,7 @@ class TextStream:
         return self._release(len(self._held) - num_held)
 
     def _take_news(self) -> None:
-        """Hold back the new text of the tokens, up to a stop string."""
+        """Add the new text of the tokens to `_held`, up to a stop string."""
         text = self._decode(self._ids)
         self._held, self._num_shown = self._held + text[self._num_shown :], len(text)
         ends = [index for word in self.stop if (index := self._held.find(word)) >= 0]
@@ -208,7 +208,7 @@ class TextStream:
         return len(self.text) + len(self._held)
 
     def begin(self, token_id: int, length: int) -> int:
-        """Characters before the last token: the `length` before it, and broken ones that came out with it."""
+        """Where the text of the last token begins: after `length` characters and the broken ones that it ended."""
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:

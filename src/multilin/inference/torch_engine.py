@@ -26,7 +26,7 @@ PIECE = 4096  # tokens of a prompt read at once
 WARM_UPS = 3  # calls of a task before it is captured
 CALLS_BEFORE_CAPTURE = 8  # calls with a number of rows before its graph is captured, which takes as long as many calls
 MOST_GRAPHS = 64  # most graphs to keep; a new one replaces the least recently used one
-MOST_MEMORY = 1 / 16  # of the GPU's memory, for the states of all graphs: copying more takes longer than kernels
+MOST_MEMORY = 1 / 16  # of the GPU's memory, for the states of all graphs; copying more costs more than graphs save
 
 
 class TorchEngine:
@@ -53,7 +53,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def read(self, state: Any, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Read the next tokens of each row; the logits after each row's last, (rows, V)."""
+        """Read the next tokens of each row; return the logits after each row's last token, (rows, V)."""
         counts = [len(row) for row in token_ids]
         longest = max(counts)
         logits = np.zeros((len(token_ids), self.vocab_size), np.float32)
@@ -170,7 +170,7 @@ class DecodingGraphs:
 
         Returns:
             Logits (B, V), float32, overwritten by the next call with as many rows; None if the model has to be called:
-            for the first tokens, near the end of the longest text, with a large state or one that records, and if no
+            for the first tokens, near the end of the longest text, with a large state or a recording state, and if no
             graph can be made.
 
         Raises:

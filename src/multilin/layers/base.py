@@ -60,6 +60,6 @@ def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:
         raise InputError(
-            f"num_heads: {num_heads} given, but heads of the hidden size {hidden_size} must be {fewest} wide or wider"
+            f"num_heads: {num_heads} given, but heads of the hidden size {hidden_size} must have width {fewest} or more"
         )
     return hidden_size // num_heads

@@ -81,8 +81,8 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
     (weights_BHTS, own_BHT), window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
     among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
     meaning = (
-        f"A weight is the token's share in the mean over {among}: its own importance, the same whoever reads it, "
-        "divided by the sum of the importances read"
+        f"A weight is the token's share in the mean over {among}: its importance, the same at every position, "
+        "divided by the sum of the importances of the tokens read"
     )
     if own_BHT is not None:
         meaning += "; the own term is the share of the position's own token, which is added to this sum once more"

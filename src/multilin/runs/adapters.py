@@ -16,7 +16,7 @@ from multilin.settings.inputs import check_regular
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-PREFIX, NAME = "base_model.model.", "default"  # of weights: PEFT's prefix in files, and its insertion in models
+PREFIX, NAME = "base_model.model.", "default"  # what PEFT adds to weights' names in files, and in models
 
 
 def import_peft() -> Any:
@@ -52,7 +52,7 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
         )
     peft = import_peft()
     with as_input_error(lambda reason: f"{field}: no adapters for this model ({reason})"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied heads, which are refused
+        warnings.simplefilter("ignore")  # warnings about tied heads, which are refused below
         tuner = peft.LoraModel(model, {NAME: config}, NAME)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(hasattr(module, "base_layer") for module in ends):
@@ -103,7 +103,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         _grow_vocabulary(model, weights)
     if hasattr(model, "set_arithmetic"):
         model.set_arithmetic(Arithmetic())
-    config.init_lora_weights, config.inference_mode = True, True  # some initial weights change the model's own
+    config.init_lora_weights, config.inference_mode = True, True  # other initial weights may change the model's weights
     try:
         tuner = insert_adapters(model, config, subject)
     except InputError as error:

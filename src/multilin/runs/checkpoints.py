@@ -21,7 +21,7 @@ from multilin.settings.inputs import check_regular, to_json
 
 CHECKSUMS = "checksums.json"
 PROGRESS = "progress.json"  # step, running sums and clock
-LARGEST_NUMBER = 2**62  # in the JSON files of a checkpoint
+LARGEST_NUMBER = 2**62  # largest integer in the JSON files of a checkpoint
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 
 
@@ -50,8 +50,8 @@ def partial_folder(folder: Path, step: int) -> Path:
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """A new folder to write a checkpoint into; leaving the block without an error publishes it.
 
-    Then all but the newest `keep` checkpoints are removed, and all checkpoints of later steps: they are damaged, and
-    the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
+    Then all but the newest `keep` checkpoints are removed. Checkpoints of later steps are removed too: they are
+    damaged, and the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:

@@ -44,7 +44,7 @@ def base_of(folder: Path) -> str:
     A relative path is looked up in the current folder, then in the folders above the adapters.
 
     Raises:
-        InputError: adapter_config.json is damaged or names none.
+        InputError: adapter_config.json is damaged or names no model.
     """
     values = read_json(folder / ADAPTER_CONFIG, "run")
     base = values.get("base_model_name_or_path") if isinstance(values, dict) else None
@@ -58,7 +58,7 @@ def below_adapters(folder: Path) -> Path:
     """The base model of the adapters in a folder, also through other adapters; without adapters, the folder itself.
 
     Raises:
-        InputError: see `base_of`, or adapters that belong to themselves.
+        InputError: see `base_of`, or adapters that name themselves as their base model.
     """
     seen: set[Path] = set()
     while is_adapter(folder):
@@ -151,7 +151,7 @@ def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
 
     Args:
         folder: the folder of the model.
-        expected: the result of `weights_hash` at that time.
+        expected: the result of `weights_hash` when the run began.
         field: messages begin with it.
 
     Raises:

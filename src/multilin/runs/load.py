@@ -105,7 +105,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 def _find_base(folder: Path) -> Path:
     """The folder of the adapters' base model; refuses weights that changed since the adapters were trained."""
-    below_adapters(folder)  # refuses adapters that belong to themselves
+    below_adapters(folder)  # refuses adapters that name themselves as their base model
     base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
     expected = recipe_sections(folder).get("model", {}).get("start_hash")
     if expected is not None:

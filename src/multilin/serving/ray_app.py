@@ -72,7 +72,7 @@ def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
 
     keys = split_keys(None)
     if not (keys or arguments.insecure):
-        raise InputError(f"{KEY_VARIABLE}: not set for the replicas; set it, or insecure=true to let everybody in")
+        raise InputError(f"{KEY_VARIABLE}: not set for the replicas; set it, or insecure=true to need no key")
     folder = Path(arguments.run)
     engine, codec = open_model(folder, num_threads=arguments.cpus)
     load = None if is_export(folder) else partial(load_run, folder)

@@ -135,7 +135,7 @@ class Service:
         if len(ask.prompts) * len(ask.settings) > limits.slots:
             raise InputError(
                 f"n: {plural(len(ask.prompts), 'prompt')} times {len(ask.settings)} answers asked for, "
-                f"but this server gives at most {limits.slots}"
+                f"but this server gives at most {limits.slots} at a time"
             )
         if ask.max_tokens is not None and ask.max_tokens > limits.max_tokens:
             raise InputError(f"{ask.limit_name}: {ask.max_tokens} given, but it should be at most {limits.max_tokens}")

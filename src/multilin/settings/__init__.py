@@ -5,7 +5,7 @@
         width: int = 4  # tokens read, the current one included
 
 `field_help(Window)` gives {"width": "tokens read, the current one included"}, `load_settings` builds and checks a
-Window from a dictionary (a YAML section, a part of config.json), `dataclasses.asdict` goes back.
+Window from a dictionary (a YAML section, a part of config.json), `dataclasses.asdict` makes a dictionary again.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def settings(cls: type[SettingsT]) -> type[SettingsT]:
 
     Bounds of numbers are part of a field's type, see `multilin.settings.bounds`.
     """
-    # Not strict, so that "5e-4", as a query or a quoted text gives it, is a number; "abc" and 1.5 layers still are not.
+    # Not strict, so that "5e-4", as a query or a quoted text gives it, is a number; "abc" and 1.5 layers stay errors.
     cls.__pydantic_config__ = {  # type: ignore[attr-defined]
         "extra": "forbid", "allow_inf_nan": False, "str_max_length": LONGEST_TEXT
     }  # fmt: skip
@@ -99,7 +99,7 @@ def _sentence(cls: type, error: "ValidationError", where: str) -> str:
         if part in known:
             path.append(str(part))
             owner = known[part]
-            if get_origin(owner) is types.UnionType:  # of a section that may be left out
+            if get_origin(owner) is types.UnionType:  # the type of a section that may be left out
                 owner = get_args(owner)[0]
         elif _is_dictionary(owner) and isinstance(part, str):
             path.append(shorten(part))

@@ -18,7 +18,7 @@ from multilin.errors import shown
 LONGEST_TEXT = 4096  # characters of a text without another bound
 MOST_LAYERS, MOST_STEPS, LARGEST_WINDOW = 512, 10**8, 2**17
 _LONGEST_NAME = 255  # bytes of a name in a file system
-_MOST_VALUES, _DEEPEST = 10_000, 12  # of a section with free entries
+_MOST_VALUES, _DEEPEST = 10_000, 12  # values and levels of a section with free entries
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -31,7 +31,7 @@ def _refuse_bool(value: Any) -> Any:
 _NUMBER = BeforeValidator(_refuse_bool)
 
 Width = Annotated[int, _NUMBER, Ge(1), Le(2**16)]  # numbers in a vector
-Multiple = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # heads, or widths in multiples of another
+Multiple = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # number of heads, or a width as a multiple of another width
 Depth = Annotated[int, _NUMBER, Ge(1), Le(MOST_LAYERS)]  # layers
 Length = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # tokens of a text that is read as a whole
 ShortLength = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # tokens of a text whose pairs are all looked at
@@ -42,30 +42,30 @@ LayerWindows = Annotated[tuple[Window | None, ...], MaxLen(MOST_LAYERS)]
 PastWindow = Annotated[int, _NUMBER, Ge(0), Le(LARGEST_WINDOW)]  # tokens read before the current one
 Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # number of tokens
 TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]  # one token
-Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]  # things of a kind
-Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]  # different things to choose from
-Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]  # texts at a time
+Count = Annotated[int, _NUMBER, Ge(1), Le(2**16)]  # number of things of one kind
+Choices = Annotated[int, _NUMBER, Ge(2), Le(2**16)]  # number of different things to choose from
+Batch = Annotated[int, _NUMBER, Ge(1), Le(2**14)]  # number of texts at a time
 Blocks = Annotated[int, _NUMBER, Ge(1), Le(2**26)]  # blocks of training text read for one step
-Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]  # texts searched at a time
-Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]  # of an optimizer, or others that follow each other
-StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]  # the same, or 0
+Beams = Annotated[int, _NUMBER, Ge(1), Le(2**10)]  # texts that beam search keeps
+Steps = Annotated[int, _NUMBER, Ge(1), Le(MOST_STEPS)]  # steps of an optimizer, or other steps in a row
+StepCount = Annotated[int, _NUMBER, Ge(0), Le(MOST_STEPS)]  # steps, or 0
 Tokens = Annotated[int, _NUMBER, Ge(1), Le(10**12)]  # tokens of a whole corpus
 Size = Annotated[int, _NUMBER, Ge(0), Le(10**18)]  # bytes or tokens of a whole corpus, or 0
 Index = Annotated[int, _NUMBER, Ge(0), Le(10**9)]  # place in a list, from 0
 Repeats = Annotated[int, _NUMBER, Ge(1), Le(100)]  # runs of a row, or other things done a few times
-RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # the same, or 0
-Port = Annotated[int, _NUMBER, Ge(0), Le(2**16 - 1)]  # of TCP; 0 lets the system choose
-Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]  # of random numbers of Python, NumPy and PyTorch
+RepeatCount = Annotated[int, _NUMBER, Ge(0), Le(100)]  # repeats, or 0
+Port = Annotated[int, _NUMBER, Ge(0), Le(2**16 - 1)]  # port of TCP; 0 lets the system choose
+Seed = Annotated[int, _NUMBER, Ge(0), Lt(2**32)]  # seed of random numbers of Python, NumPy and PyTorch
 
-Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]  # a learning rate, or a factor of one
+Rate = Annotated[float, _NUMBER, Gt(0), Le(1e3)]  # a learning rate, or a factor of a learning rate
 Strength = Annotated[float, _NUMBER, Ge(0), Le(1e6)]  # a factor that may be 0
 Factor = Annotated[float, _NUMBER, Ge(-1e6), Le(1e6)]  # a factor of either sign
 Positive = Annotated[float, _NUMBER, Ge(1e-15), Le(1e9)]  # above 0
-Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]  # a part that is not the whole
-Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]  # a part that is neither nothing nor the whole
-Share = Annotated[float, _NUMBER, Gt(0), Le(1)]  # a part, or the whole
-Temperature = Annotated[float, _NUMBER, Ge(0), Le(1e3)]  # divisor of logits, or 0
-Minutes = Annotated[float, _NUMBER, Ge(0.1), Le(1e6)]  # of a run
+Fraction = Annotated[float, _NUMBER, Ge(0), Lt(1)]  # at least 0 and below 1
+Part = Annotated[float, _NUMBER, Gt(0), Lt(1)]  # above 0 and below 1
+Share = Annotated[float, _NUMBER, Gt(0), Le(1)]  # above 0 and at most 1
+Temperature = Annotated[float, _NUMBER, Ge(0), Le(1e3)]  # divisor of logits; 0 takes the likeliest token
+Minutes = Annotated[float, _NUMBER, Ge(0.1), Le(1e6)]  # duration of a run
 Amount = Annotated[float, _NUMBER, Gt(0), Le(1e30)]  # tokens, operations or seconds to spend
 
 
@@ -74,7 +74,7 @@ def _check_path(value: str) -> str:
         raise ValueError("an empty text given, but it should be the name of a file or folder")
     if "\0" in value:
         raise ValueError("a name with a null character given, but names of files and folders have none")
-    if value.startswith("~/"):  # a shell leaves it in --flag=~/x, and in YAML
+    if value.startswith("~/"):  # a shell does not replace it in --flag=~/x, nor does YAML
         value = str(Path.home() / value[2:])
     longest = max(len(name.encode(errors="replace")) for name in value.split("/"))
     if longest > _LONGEST_NAME:
@@ -86,7 +86,7 @@ PathText = Annotated[str, AfterValidator(_check_path)]
 """Path of a file or folder, or the name of something that is looked up."""
 Names = Annotated[list[PathText], MaxLen(100)]  # several paths or names
 Mixture = Annotated[dict[PathText, Positive], MinLen(1), MaxLen(100)]  # several paths or names, each with a weight
-Name = Annotated[str, MaxLen(100)]  # of a field, a row or a task
+Name = Annotated[str, MaxLen(100)]  # name of a field, a row or a task
 Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command line takes it
 
 

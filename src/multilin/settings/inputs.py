@@ -24,7 +24,7 @@ from multilin.files import file_kind
 
 MEGABYTE = 2**20
 LARGEST_YAML = MEGABYTE
-LARGEST_JSON = 2**27  # bytes of a tokenizer; the largest in use have a third of this
+LARGEST_JSON = 2**27  # bytes of a tokenizer; the largest tokenizers in use have a third of this
 _LARGEST_CONFIG = 16 * MEGABYTE
 _CONFIGS = (
     *("config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json"),
@@ -65,7 +65,7 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
     """
     check_regular(path, name)
     try:
-        # Some files of /proc would wait for ever for their first byte.
+        # Some files of /proc would block forever before their first byte.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as stream:  # noqa: PTH123
             content = stream.read(limit + 1) or b""
@@ -199,7 +199,7 @@ def to_yaml(value: Any) -> str:
 
 
 class _Refused(ValueError):
-    """YAML outside the plain part that is read."""
+    """The error for YAML that is not plain."""
 
 
 def _build(text: str) -> Any:

@@ -110,7 +110,7 @@ def check_host_master(plan: TrainingRecipe, device: torch.device) -> None:
         raise InputError(f"training.master: 'host' given on {count} devices, but it takes one process with one device")
     if device.type == "cpu":
         warnings.warn(
-            "training.master: 'host' saves memory of a GPU, but this machine has none: it only costs time and "
+            "training.master: 'host' saves memory of a GPU, but this machine has no GPU: it only costs time and "
             "rounds the gradients",
             stacklevel=3,
         )

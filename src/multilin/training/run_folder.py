@@ -92,8 +92,8 @@ class RunFolder:
             )
         if not overwrite and (checkpoint := self.last_checkpoint()) is not None:
             raise InputError(
-                f"output: {checkpoint} is left of a run whose folder is gone; give another folder, or continue it with "
-                "--resume, or replace it with --overwrite"
+                f"output: {checkpoint} is left from a run whose folder is gone; give another folder, or continue it "
+                "with --resume, or replace it with --overwrite"
             )
         if not self.recipe.exists() and self.path.exists() and any(self.path.glob("[!.]*")):
             raise InputError(f"output: {self.path} holds files that are not a run; give a new or an empty folder")

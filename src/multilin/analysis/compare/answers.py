@@ -105,15 +105,15 @@ def _verdict_sentences(comparison: Comparison) -> Iterator[str]:
         return
     if comparison.has_no_learner:
         yield (
-            f"No row has learned the task: with {budget_text(comparison)} for each run, none is above chance, "
+            f"No row has learned the task: with {budget_text(comparison)} for each run, no row is above chance, "
             f"{chance_text(comparison)} of the answers right."
         )
     if comparison.off_budget:
         missed = [f"{name} used {budget_text(comparison, value)}" for name, value in comparison.off_budget.items()]
-        hint = "; a budget of tokens does not depend on the machine" if "seconds" in comparison.budget else ""
+        hint = "; a budget in tokens does not depend on the machine" if "seconds" in comparison.budget else ""
         yield (
             f"The rows are not ranked: each run had a budget of {budget_text(comparison)}, but "
-            f"{listed(missed)}, more than {TOLERANCE:.0%} off{hint}."
+            f"{listed(missed)}, which is more than {TOLERANCE:.0%} off{hint}."
         )
     if not comparison.is_ranked:
         return
@@ -196,7 +196,7 @@ def _at_equal_seconds(comparison: Comparison) -> str:
     measure, rows = comparison.measure, [comparison.row(name) for name in comparison.order]
     ends = {row.name: mean_course(row, measure)[-1]["seconds"] for row in rows}
     first = min(rows, key=lambda row: ends[row.name])
-    when = f"At equal seconds ({duration(ends[first.name])}, when {first.name} ends)"
+    when = f"After the same training time ({duration(ends[first.name])}, when {first.name} ends)"
     found = {row.name: _scores_at(row, ends[first.name], measure) for row in rows}
     late = [name for name, values in found.items() if not values]
     unknown = f" ({listed(late)} had no validation yet)" if late else ""
@@ -233,7 +233,7 @@ def speed_sentence(comparison: Comparison) -> str:
     rows = [comparison.row(name) for name in comparison.order if name not in comparison.at_chance]
     if len(rows) < 2:
         learned = "are better than chance" if comparison.at_chance else "have finished"
-        return f"Fewer than two rows {learned}, so their speed of learning cannot be compared."
+        return f"Fewer than two rows {learned}, so speeds of learning cannot be compared."
     ends = {row.name: mean_course(row, comparison.measure)[-1][comparison.measure] for row in rows}
     worst = max(rows, key=lambda row: sign(comparison.measure) * ends[row.name])
     costs = {row.name: cost_to_reach(row, ends[worst.name], comparison.measure) for row in rows}
@@ -329,12 +329,12 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
 def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     if comparison.final_half:
         yield (
-            "The score is measured on all tokens of the first, third, ... validation documents. The second, fourth, "
-            "... documents decided the tuning and gave the validations in training, and so the curves."
+            "The score uses the first, third, ... validation documents. Tuning and the validations during training, "
+            "which the curves show, used the second, fourth, ... documents."
         )
     if not comparison.stages:
         return
-    text = "documents that the score is not taken from" if comparison.final_half else "the validation text itself"
+    text = "the documents that the score does not use" if comparison.final_half else "the validation text itself"
     trials = sorted({len(row.tuning) for row in comparison.rows})
     share = "" if comparison.trial_share == 1 else f" with {comparison.trial_share:.0%} of the budget"
     yield (

@@ -270,10 +270,10 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
             )
         shortest = round(sweep.trial_share * count) if sweep.stages else count
         if shortest <= (warmup := plan.recipe.schedule.warmup_steps or 0):
-            trial = "" if shortest == count else " of a trial"
+            trial = "run" if shortest == count else "trial"
             raise InputError(
-                f"budget.{kind}: {amount:g} given, but that is {plural(shortest, 'step')}{trial} for rows.{name}, not "
-                f"more than its warm-up of {warmup}; give more, or a smaller schedule.warmup_steps or batch"
+                f"budget.{kind}: {amount:g} given, but then a {trial} of rows.{name} has {plural(shortest, 'step')}, "
+                f"and its warm-up takes {warmup}; give more, or a smaller schedule.warmup_steps or batch"
             )
         defaults: dict[str, Any] = {
             "eval_every_steps": max(1, count // VALIDATIONS),

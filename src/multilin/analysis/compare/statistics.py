@@ -66,7 +66,7 @@ def pairwise(scores: Mapping[str, Spread], measure: str, guessing: Sequence[str]
             lost, kept = (score.mean if measure == "bits_per_byte" else 1 - score.mean for score in (worse, better))
             difference = Difference(one, other, worse.mean - better.mean, (lost - kept) / lost if lost else None)
             if one in guessing and other in guessing:
-                found.append(dataclasses.replace(difference, unknown="both at chance"))
+                found.append(dataclasses.replace(difference, unknown="both rows are at chance"))
             else:
                 found.append(_tested(difference, worse, better))
     return _corrected(found)

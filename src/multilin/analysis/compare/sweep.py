@@ -244,7 +244,7 @@ def changed(
     over = nested(changes, "--")
     for name in ("model.architecture", "model.layers"):
         if get(over, name) is not None:
-            raise InputError(f"--{name}: given, but rows differ in it; name the models, or write a sweep file")
+            raise InputError(f"--{name}: given, but rows have their own models; name the models, or write a sweep file")
     sweep = dataclasses.replace(
         sweep,
         rows={

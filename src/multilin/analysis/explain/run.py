@@ -133,13 +133,13 @@ def answer(report: Report) -> str:
     weighed = [] if weights_S is None else largest(weights_S, NUM_NAMED)
     names = [f"{label} at {place}" if place else "the start of the text" for place, label in enumerate(report.labels)]
     if weights_S is None:
-        sentences.append("It has no readable weights.")
+        sentences.append("The model has no readable weights.")
     elif weighed:
         first = explanation.steps[0]
-        where = f"In {first.label} its" if first.layer and len(explanation.steps) > 1 else "Its"
-        sentences.append(f"{where} largest weights: {listed([f'{names[i]} ({weights_S[i]:.2g})' for i in weighed])}.")
+        where = f" of {first.label}" if first.layer and len(explanation.steps) > 1 else ""
+        sentences.append(f"Largest weights{where}: {listed([f'{names[i]} ({weights_S[i]:.2g})' for i in weighed])}.")
     else:
-        sentences.append("Its layers read no token at the last position.")
+        sentences.append("At the last position the model's layers read no token.")
     if effects_S is None:
         return " ".join([*sentences, "Removal was not measured, so what the prediction depends on is not known."])
     if not np.isfinite(effects_S).any():
@@ -181,7 +181,7 @@ def finding(explanation: Explanation) -> str:
             "as an explanation."
         )
     if overall.nearness >= overall.correlation:
-        sentence += " The distance of a token says as much or more."
+        sentence += " The distance of a token predicts its effect as well or better."
     return (
         f"Rank correlation with the effects of removal: weights {overall.correlation:.2f}, nearness alone "
         f"{overall.nearness:.2f} ({plural(overall.positions, 'position')}). {sentence}"

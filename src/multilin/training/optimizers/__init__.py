@@ -77,7 +77,7 @@ def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> Op
     for option in {option for other in OPTIMIZERS.values() for option in other.options} - kind.options.keys():
         if (given := getattr(recipe, option)) is not None:
             raise InputError(
-                f"optimizer.{option}: {given!r} given, but {name} does not use it; it uses {', '.join(values)}; "
+                f"optimizer.{option}: {given!r} given, but {name} does not use it; {name} uses {', '.join(values)}; "
                 f"optimizer.name is one of {', '.join(OPTIMIZERS)}"
             )
     return fill(recipe, name=name, **values)

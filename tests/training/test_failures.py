@@ -383,7 +383,7 @@ def test_a_folder_with_another_run_is_refused_unless_told_otherwise(tiny: Tiny, 
     assert [path.name for path in RunFolder(second.output).checkpoints.iterdir()] == ["checkpoint-1"]
     assert {(second.output / name).read_text() for name in ("notes.txt", "tokenizer.md")} == {"mine"}
     shutil.rmtree(second.output)
-    with pytest.raises(InputError, match=r"output: .*checkpoint-1 is left of a run whose folder is gone; .*--resume"):
+    with pytest.raises(InputError, match=r"output: .*checkpoint-1 is left from a run whose folder is gone; .*--resume"):
         train(tiny(tmp_path / "run", **{"training.max_steps": 1}))
     assert RunFolder(second.output).last_checkpoint() is not None
 

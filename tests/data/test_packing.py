@@ -182,5 +182,5 @@ def test_damaged_packings_are_refused(tokenizer: PreTrainedTokenizerFast, tmp_pa
     with pytest.raises(InputError, match=r"tokens.bin has \d+ bytes instead of \d+"):
         PackedText.open(again.folder)
     index.write_bytes(index.read_bytes()[:20])
-    with pytest.raises(InputError, match="damaged packed text"):
+    with pytest.raises(InputError, match="damaged"):
         PackedText.open(again.folder)

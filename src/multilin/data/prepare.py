@@ -99,7 +99,7 @@ def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) 
     expected = text.validation.description.tokenizer_hash
     if recipe.path is not None and tokenizer_hash(load_tokenizer(recipe.path)) != expected:
         raise InputError(
-            f"tokenizer.path: {recipe.path} given, but the prepared text was packed with another one; leave it out, or "
+            f"tokenizer.path: {recipe.path} given, but the prepared text has another tokenizer; leave it out, or "
             "prepare the text with this tokenizer"
         )
     return text

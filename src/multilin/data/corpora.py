@@ -80,7 +80,7 @@ def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[st
         if document.text:
             if is_chat not in (None, document.messages is not None):
                 kinds = ("a text", "conversations") if is_chat else ("a conversation", "texts")
-                raise InputError(f"{shown(source)}: {document.name} is {kinds[0]} among {kinds[1]}; give two sources")
+                raise InputError(f"{shown(source)}: {document.name} is {kinds[0]} among {kinds[1]}; split the source")
             is_chat = document.messages is not None
             yield document
 

@@ -23,7 +23,7 @@ class DataRecipe:
     mix: Mixture | None = None  # prepared texts (folder or address: weight) to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
-    validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all validation text, or one half
+    validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all validation text, or on one half of it
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 

@@ -257,7 +257,7 @@ def _finish(
     pieces = [folder for record in records for folder in record.validation]
     report_left_out(job.settings.source, {"null": sum(record.num_null for record in records)})
     if len({folder.describe().is_chat for folder in [*train, *pieces]}) > 1:
-        raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; give two sources")
+        raise InputError(f"{shown(job.settings.source)}: holds texts and conversations; split the source")
     texts = [PackedText.open(store.fetch(piece.name, piece.files, temporary)) for piece in pieces]
     with store.new_folder("validation") as folder:
         concatenate(texts, folder)

@@ -81,7 +81,7 @@ class Split:
         of average size and for the largest remaining one. The end of each removed document is set aside, unless it is a
         conversation or very short. Then each of the other documents, in the order of their hashes, is set aside whole
         if it still fits into `fraction` of their bytes. If at most a tenth of this is filled, the shortest one left is
-        set aside too, unless it is long and ends are set aside. Equal texts are treated as one, to be on one side.
+        set aside too, unless it is long and ends are set aside. All copies of a text are on the same side.
 
         Raises:
             InputError: all documents are the same conversation or character.

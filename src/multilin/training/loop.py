@@ -103,7 +103,7 @@ def train(
         if were_restarted():
             resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
             overwrite = overwrite and not resume
-            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # may be more or fewer now
+            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # processes may be fewer
         if recipe.training.master == "host":
             check_host_master(recipe.training, device)
         if progress is None or rank() != 0:

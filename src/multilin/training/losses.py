@@ -96,7 +96,7 @@ def read_blocks(
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.
         packed: the text, packed with the model's tokenizer.
-        block_size: tokens a model reads at once. The block before scores the first token of a block, as its last one.
+        block_size: tokens a model reads at once. A block's first token is scored as the last of the block before.
         batch_size: blocks per call.
         max_tokens: score only evenly spaced blocks with at least this many tokens; None scores all blocks.
         progress: called after each batch with the number of blocks done.

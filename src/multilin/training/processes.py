@@ -143,4 +143,4 @@ def _overruled(plan: TrainingRecipe) -> Iterator[str]:
             yield f"{name}={os.environ[name]} in the environment is ignored: training runs on {device}"
     for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # PyTorch has read them already
         if device == "cuda" and is_float32 and os.environ.get(name, "0") != "0":
-            yield f"{name}={os.environ[name]} in the environment makes float32 products tf32; unset it"
+            yield f"{name}={os.environ[name]} in the environment lowers float32 products to tf32; unset it"

@@ -6,7 +6,7 @@ config.json, model.safetensors, tokenizer.json ...   README.md       the model c
                 the model, as Hugging Face has it    tensorboard/    event files, if asked for
 
 Checkpoints are beside the folder, in NAME.checkpoints, so the folder can be published as it is. Each holds a whole
-model, and what training needs to continue. A resumed run starts from one and rewrites the files of its folder.
+model, and what training needs to continue. A resumed run starts from a checkpoint and rewrites its folder's files.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ class ModelRecipe:
 
 @settings
 class OptimizerRecipe:
-    """The optimizer; open fields take the architecture's default, or the optimizer's if `name` is another one."""
+    """The optimizer. Null fields take the architecture's defaults, or the defaults of `name` if it is another one."""
 
     name: Literal["adamw", "normalized_sgd", "matrix_moment", "muon"] | None = None  # name of the optimizer
     learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
@@ -51,7 +51,7 @@ class OptimizerRecipe:
 
 @settings
 class ScheduleRecipe:
-    """The learning rate over time; open fields take the default of the architecture."""
+    """The learning rate over time. Null fields take the defaults of the architecture."""
 
     name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # shape after the warm-up
     warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
@@ -82,7 +82,7 @@ class TrainingRecipe:
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 if the hardware has it, else float32
     int8_backward: bool = True  # with precision int8: compute gradients in int8 too, with stochastic rounding
     quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # simulate weights rounded to few values
-    master: Literal["device", "host"] = "device"  # with int8: keeps float weights and optimizer; host: CPU memory
+    master: Literal["device", "host"] = "device"  # with int8: place of float weights and optimizer; host is CPU memory
     shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: whole tensors
     communication: Literal["float", "int8"] = "float"  # format of gradients sent between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time

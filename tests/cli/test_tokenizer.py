@@ -65,4 +65,4 @@ def test_a_text_without_a_token_is_refused(refusal: Call, tmp_path: Path) -> Non
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(tmp_path / "words")
     (tmp_path / "blank.txt").write_text("  \n ")
     message = refusal("tokenizer", "show", tmp_path / "words", "--source", tmp_path / "blank.txt")
-    assert "has no token for this tokenizer" in message
+    assert "this tokenizer makes no token of" in message

@@ -106,8 +106,8 @@ def test_a_step_is_shared_out(blocks: int | None, num_devices: int, expected: tu
 @pytest.mark.parametrize(
     ("blocks", "num_devices", "message"),
     [
-        (8, 3, r"training\.global_batch_size: 8 given, but 3 processes take multiples of 3"),
-        (6, 2, r"training\.global_batch_size: 6 given, but training\.batch_size 2 on 2 devices takes multiples of 4"),
+        (8, 3, r"training\.global_batch_size: 8 given, but it must be a multiple of the number of processes, 3"),
+        (6, 2, r"training\.global_batch_size: 6 given, but it must be a multiple of 4: training\.batch_size 2 on 2"),
     ],
 )
 def test_a_step_that_cannot_be_shared_out_is_refused_before_any_work(

@@ -417,7 +417,7 @@ def test_muon_asks_which_part_changes_a_group() -> None:
     with pytest.raises(InputError, match="a group without 'matrices' given"):
         Muon([vector])
     optimizer = Muon([{"params": [matrix], "matrices": True}])
-    with pytest.raises(InputError, match=r"a tensor of shape \(3,\) given, but Muon changes matrices alone"):
+    with pytest.raises(InputError, match=r"a tensor of shape \(3,\) given, but Muon changes only matrices"):
         optimizer.add_param_group({"params": [vector], "matrices": True})
     assert len(optimizer.param_groups) == 1
 

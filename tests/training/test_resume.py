@@ -112,7 +112,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(
     progress, messages = TrainingProgress(), []
     progress.message = messages.append
     result = train(recipe, resume=True, progress=progress)
-    assert messages == [f"no checkpoint in {tmp_path / 'run.checkpoints'}: starts at the first step"]
+    assert messages == [f"no checkpoint in {tmp_path / 'run.checkpoints'}: training starts at the first step"]
     assert metrics(result.output) == metrics(uninterrupted.output)
 
 

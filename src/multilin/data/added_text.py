@@ -27,7 +27,7 @@ class TextReader:
     """Encodes text as tokens. Only `names` become control tokens, never a text that spells one.
 
     Attributes:
-        names: the text of each control token, to a name that cannot be guessed and is read as this token.
+        names: from the text of each control token to a name that cannot be guessed, which is read as this token.
         tokenizer: encodes whole texts.
 
     Args:
@@ -71,7 +71,7 @@ def _special_tokens_in_text(tokenizer: Tokenizer) -> list[str]:
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer with other names for some added tokens; the old ones are read as text."""
+    """The tokenizer with other names for some added tokens; the old names are read as text."""
     content = json.loads(tokenizer.to_str())
     for token in content["added_tokens"]:
         if token["content"] in names:
@@ -92,7 +92,7 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
 
 
 def _without_space_before(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer without the space it adds before a text; unchanged if that space represents one of the text."""
+    """The tokenizer without the space it adds before a text; unchanged if that space represents a space of the text."""
     content = json.loads(tokenizer.to_str())
     parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
     if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):
@@ -101,7 +101,7 @@ def _without_space_before(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _without_prefix(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON, without what puts a space before a text."""
+    """A normalizer or pre-tokenizer as JSON, without the part that puts a space before a text."""
     if isinstance(part, list):
         return [kept for inner in part if (kept := _without_prefix(inner)) is not None]
     if not isinstance(part, dict):

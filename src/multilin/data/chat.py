@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
     """The conversation in a row: its `messages`, or a user's `prompt` and the `completion`; None in any other row.
 
-    If one of these, or the content of a message, is null, the conversation is empty.
+    If one of these fields, or the content of a message, is null, the conversation is empty.
 
     Args:
         row: the fields. `prompt` and `completion` are texts, or lists of messages.
@@ -112,7 +112,7 @@ class ChatTemplate:
         self._originals = str.maketrans({MARK: "", **{mark: letter for letter, mark in self._substitutes.items()}})
 
     def _examples(self) -> tuple[str, str]:
-        """What the template writes for examples, and the part of it around other messages or after an answer."""
+        """What the template writes for examples, and the part of it around others' messages or after an answer."""
         system, user, answer = (
             {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "\ue000"), strict=True)
         )
@@ -128,7 +128,7 @@ class ChatTemplate:
 
         Args:
             messages: their contents hold no half surrogate pairs.
-            prompt: end with the head of an answer.
+            prompt: whether the text ends with the head of an answer.
 
         Raises:
             InputError: the template looks for a control token that a message spells, or `render` fails.
@@ -142,7 +142,7 @@ class ChatTemplate:
             text = self._render(marked, prompt)
             if self.plain(text) == self._render(messages, prompt):
                 return text
-        raise InputError("messages: they spell a control token that the chat template looks for; write it differently")
+        raise InputError("messages: one spells a control token that the chat template looks for; write it differently")
 
     def plain(self, text: str) -> str:
         """A text from `render` without marks."""
@@ -205,7 +205,7 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
-        self._source = None if tokenizer.chat_template else CHAT_TEMPLATE  # None takes the tokenizer's own
+        self._source = None if tokenizer.chat_template else CHAT_TEMPLATE  # None takes the tokenizer's template
         self._template = ChatTemplate(plain_tokenizer(tokenizer.backend_tokenizer.to_str()), self._render)
 
     def _render(self, messages: Sequence[Message], prompt: bool) -> str:
@@ -243,7 +243,7 @@ class ConversationEncoder:
         return ids, is_answer
 
     def _parts(self, messages: list[Message]) -> Iterator[tuple[str, bool]]:
-        """The text of a conversation, cut where answers begin and end; True for answers."""
+        """The text of a conversation, cut where answers begin and end, and for each part whether it is an answer."""
         done, numbers = "", [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         rest = self._template.render(messages[: numbers[-1] + 1], prompt=False)
         for number in numbers:

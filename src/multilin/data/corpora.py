@@ -149,7 +149,7 @@ class Part:
 
 
 def cut_source(source: str) -> tuple[list[Part], str]:
-    """The parts of a source, in its order, and a hash that changes with its files or its revision.
+    """The parts of a source, in the source's order, and a hash that changes with its files or its revision.
 
     A .jsonl file is cut between any lines, small files are joined, and a hub dataset keeps its shards. Any other file
     is not cut, since it cannot be read from its middle.
@@ -201,7 +201,7 @@ def read_part(
 
 
 def is_built_in(source: str) -> bool:
-    """True for a built-in corpus; a file or folder here with its name gives a warning."""
+    """True for a built-in corpus; warns if a file or folder here has the same name."""
     if source in BUILT_IN and Path(source).exists():
         warn_once(f"{source} is read as the built-in corpus; write ./{source} for the file or folder of this name")
     return source in BUILT_IN
@@ -252,7 +252,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
 
 
 def linked_folders(folder: Path) -> list[Path]:
-    """The folders to which links in a folder and below lead; their files are read with it."""
+    """The folders that links in a folder, at any depth, lead to; their files are read with the folder."""
     return [Path(os.path.realpath(path)) for path in _matching(folder, ["**"]) if path.is_symlink()]
 
 

@@ -22,7 +22,7 @@ PIECE_CHARACTERS = 2**20
 WORDS_KEPT, CHARACTERS_KEPT = 2**19, 2**25
 
 # ByteLevel's regular expression never looks back, and its matches of letters, digits and signs end where a whitespace
-# begins. So words that are cut there are split in the same way alone. \x1c-\x1f are whitespace to Python only.
+# begins. So parts that are cut there are split as in the whole text. \x1c-\x1f are whitespace to Python only.
 _WORD = re.compile(r"\s*[\S\x1c-\x1f]+|\s+")
 _CUT = re.compile(r"(?<=\S)(?=[^\S\x1c-\x1f])")
 
@@ -51,8 +51,8 @@ class Encoder:
         self._backend = backend
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Parts of a text, of bounded size if possible, whose ids in a row are the ids of the text."""
-        yield text  # where it may be cut is not known
+        """Parts of a text, of bounded size if possible; their ids, joined, are the ids of the text."""
+        yield text  # it is not known where the text may be cut
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of all texts in a row, and the number of ids of each."""
@@ -86,7 +86,7 @@ class WordEncoder(Encoder):
     def __init__(self, backend: Tokenizer) -> None:
         super().__init__(backend)
         self._index: dict[str, int] = {}
-        self._size = 0  # characters of all words in it
+        self._size = 0  # characters of all words in the table
         self._starts = self._lengths = self._ids = np.zeros(0, np.int64)
 
     def pieces(self, text: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ LARGEST_DOCUMENT, LARGEST_LINE = 2**30, 2**26  # bytes that are held in memory a
 LARGEST_EXPANSION, SMALL = 250, 64 * MEGABYTE  # compressed text expands about tenfold
 
 EncodingErrors = Literal["strict", "replace"]
-_Rows = Iterator[tuple[str, str, Mapping[str, Any]]]  # end of the row's name, end of its place in messages, the row
+_Rows = Iterator[tuple[str, str, Mapping[str, Any]]]  # the end of its name, the end of its place in messages, the row
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Document:
     name: str  # its place, relative to the source: `plays/hamlet.txt`, `rows.jsonl:17`
     text: str  # for a conversation, the text of its messages
     messages: list[Message] | None = None  # for a conversation
-    is_null: bool = False  # its row has null instead of a text, or in a conversation
+    is_null: bool = False  # its row has null instead of the text or a part of the conversation
 
 
 def file_format(path: Path) -> str | None:
@@ -113,7 +113,7 @@ def row_document(
     """The text in a row's field, or the conversation in a row without this field.
 
     Raises:
-        InputError: the row has neither (the message lists its fields), or the field holds no text of UTF-8; or as
+        InputError: the row has neither (the message lists its fields), or the field holds no UTF-8 text; or an error of
             `read_messages`.
     """
     fields = [text_field] if text_field in row else CHAT_FIELDS
@@ -135,7 +135,7 @@ def row_document(
 
 
 def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str, levels: int = 2) -> Any:
-    """A text, or the messages of a conversation, checked for bytes (of Parquet) and half surrogate pairs (of JSON)."""
+    """A text or messages, with Parquet's bytes decoded, and JSON's half surrogate pairs refused or replaced."""
     if levels and isinstance(value, list):
         return [_decoded(part, encoding_errors, where, field, levels - 1) for part in value]
     if levels and isinstance(value, dict):

@@ -79,7 +79,7 @@ class PackedText:
     Attributes:
         folder: the folder of its files.
         description: the content of packed.json.
-        num_tokens, num_documents: the start tokens included.
+        num_tokens, num_documents: sizes; each document's start token counts as a token.
         num_bytes: UTF-8 bytes of the exact text of all documents.
         tokens: (num_tokens,) uint16 or uint32, memory-mapped.
         document_starts: (num_documents,) int64, the place of each document's start token, memory-mapped.
@@ -126,7 +126,7 @@ class PackedText:
     def every_other(self, first: int) -> "PackedText":
         """Every second document, from the first (0) or the second (1) on, as a text in memory.
 
-        If the text holds ends of documents, which may differ much, the second (0) or first (1) half of each instead.
+        If the text holds ends of documents, which may differ much, it is the second (0) or first (1) half of each.
         """
         starts, sizes = self.document_starts, np.diff(self.document_starts, append=self.num_tokens)
         in_part = np.repeat(np.arange(self.num_documents) % 2 == first, sizes)
@@ -408,7 +408,7 @@ class _Writer:
         """Write a conversation; the result says for each of its tokens whether it belongs to an answer."""
         assert document.messages is not None, "texts and conversations are not packed together"
         ids, is_answer = conversations.encode(document.messages, document.name)
-        if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write them itself
+        if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write the start token itself
             ids, is_answer = [self._start, *ids], [False, *is_answer]
         row = np.array(ids)
         size = int(self._token_bytes[row].sum())

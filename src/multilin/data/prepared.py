@@ -3,7 +3,7 @@
     manifest.json   what there is, with checksums        train/00000-000/ ...   packed texts, see `PackedText`
     tokenizer/      the tokenizer                        validation/            one packed text
 
-It is in a folder or at any address of fsspec; files there are copied into a local cache when they are first read.
+Prepared text is in a folder or at any address of fsspec; files at an address are cached here when they are first read.
 """
 
 import contextlib
@@ -235,7 +235,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
         _check_once(store.local, manifest, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
     if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
-        raise InputError(f"{field}: the tokenizer in {shown(address)} is not the one that its text was packed with")
+        raise InputError(f"{field}: the text in {shown(address)} was packed with another tokenizer than it holds")
     validation = PackedText.open(store.fetch(manifest.validation.name, manifest.validation.files, cache))
     identity = hashlib.sha256(content).hexdigest()[:32]
     return PreparedText(tokenizer, ShardedText(store, manifest.train, cache), validation, identity)
@@ -273,7 +273,7 @@ def _check_once(folder: Path, manifest: Manifest, content: bytes, check: Callabl
 
 
 def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
-    """Compare all files of a folder on this machine with their checksums; others are compared when they are copied.
+    """Compare all files of a folder on this machine with their checksums; other files are compared when copied.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -287,7 +287,7 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
 
 
 def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
-    """Open several prepared texts, address to weight, as a mixture; its validation text is all of theirs.
+    """Open prepared texts, given as address to weight, as a mixture; it holds the validation texts of all of them.
 
     Raises:
         InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations; or the cache
@@ -298,7 +298,7 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
     for name, other in others:
         for field, meaning in (("tokenizer_hash", "tokens of one tokenizer"), ("is_chat", "only texts, or only chats")):
             if getattr(other.validation.description, field) != getattr(first.validation.description, field):
-                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} should hold {meaning}")
+                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} must both have {meaning}")
     identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())
     folder = cache_root() / "mixtures" / identity.hexdigest()[:32]
     make_once(folder, lambda unfinished: concatenate([text.validation for text in texts.values()], unfinished))

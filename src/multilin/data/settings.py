@@ -23,7 +23,7 @@ class DataRecipe:
     mix: Mixture | None = None  # prepared texts (folder or address: weight) to read instead of the source
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
-    validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all of the text, or on one half of it
+    validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all validation text, or on one half of it
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
@@ -43,7 +43,7 @@ class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
     kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # kind of tokenizer; null if the text comes with one
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, if the text supports them
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, fewer for little text
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 
 
@@ -55,7 +55,7 @@ class ShardSettings:
     output: PathText = "prepared"  # folder, or address for fsspec such as s3://bucket/folder, to write the shards to
     tokenizer: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
     kind: Literal["bpe", "unigram", "byte"] | None = None  # kind of tokenizer, bpe by default
-    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, if the text supports them
+    vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, fewer for little text
     validation_fraction: Part = 0.01  # share of the text's bytes set aside for validation
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
@@ -68,7 +68,7 @@ class TokenizerTrainArguments:
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
     output: PathText  # folder to write it to
     kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # kind of tokenizer
-    vocab_size: Vocabulary | None = None  # entries of the vocabulary; 4096 by default, if the text supports them
+    vocab_size: Vocabulary | None = None  # entries of the vocabulary; 4096 by default, fewer for little text
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder
@@ -80,7 +80,7 @@ class TokenizerShowArguments:
 
     tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
     source: PathText | None = None  # count tokens and bytes of this text
-    text: Prose | None = None  # show how this text is cut
+    text: Prose | None = None  # show how the tokenizer cuts this text
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     json: bool = False  # print JSON

@@ -220,7 +220,7 @@ def _begin(plan: ShardSettings, parts: list[Part], progress: Progress) -> Job:
 def _tokenizer(
     store: Store, job: Job, deciding: dict[str, Any], loaded: PreTrainedTokenizerFast | None, progress: Progress
 ) -> Folder:
-    """The folder of the tokenizer in the output, which is made first."""
+    """The folder of the tokenizer in the output; makes the tokenizer if it is not there."""
     if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
         return load_settings(Folder, content)
     tokenizer = loaded or train_tokenizer(_sample(job, progress), deciding["kind"], deciding["vocab_size"])
@@ -276,7 +276,7 @@ def _finish(
 
 
 def _describe_folder(name: str, folder: Path) -> Folder:
-    """The entry in a manifest of a folder, under the given name."""
+    """The entry of a folder in a manifest, under the given name."""
     files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
     description = folder / DESCRIPTION
     return Folder(name, files, Description(**json.loads(description.read_text())) if description.exists() else None)
@@ -305,7 +305,7 @@ class Packer:
         return record
 
     def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
-        """The documents of one shard, or their beginnings; the validation parts go to `held_out`."""
+        """The training parts of one shard's documents; the validation parts go to `held_out`."""
         size = 0
         for document in documents:
             record.num_documents += 1

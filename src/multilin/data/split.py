@@ -79,9 +79,9 @@ class Split:
 
         First, the largest documents are removed until `fraction` of the remaining bytes has room for `ENOUGH` documents
         of average size and for the largest remaining one. The end of each removed document is set aside, unless it is a
-        conversation or very short. Then the remaining documents are taken in the order of their hashes; each that still
-        fits into `fraction` of their bytes is set aside whole. If too few are small enough, the shortest remaining one
-        is also set aside. Equal texts are treated as one, so that no validation text is also trained on.
+        conversation or very short. Then each of the other documents, in the order of their hashes, is set aside whole
+        if it still fits into `fraction` of their bytes. If at most a tenth of this is filled, the shortest one left is
+        set aside too, unless it is long and ends are set aside. All copies of a text are on the same side.
 
         Raises:
             InputError: all documents are the same conversation or character.
@@ -133,7 +133,7 @@ class Split:
 
 
 def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) the largest texts, to be removed until the others are enough; all texts if the others never are."""
+    """(texts,) whether a text is among the largest, which are removed until the rest is enough (or all are)."""
     order = np.argsort(sizes, kind="stable")  # the k-th entries below are of the k smallest texts
     total, squares = np.cumsum(sizes[order]), np.cumsum(sizes[order] ** 2)
     are_enough = (sizes[order] <= fraction * total) & (ENOUGH * squares <= fraction * total**2)
@@ -143,7 +143,7 @@ def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
 
 
 def _chosen(sizes: NDArray[Any], is_cut: NDArray[np.bool_], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) the texts to set aside whole, of those that are not cut; at least one is left to train on."""
+    """(texts,) whether a text, one that is not cut, is set aside whole; at least one is left to train on."""
     is_chosen = np.zeros(len(sizes), dtype=bool)
     wanted = room = fraction * sizes[~is_cut].sum()
     for text in np.flatnonzero(~is_cut):

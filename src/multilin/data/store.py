@@ -1,4 +1,4 @@
-"""Files at an address: in a folder, or at any place that fsspec knows; those are copied to this machine when read."""
+"""Files in a folder, or at any address that fsspec knows; files at an address are copied to this machine when read."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ from multilin.errors import InputError, as_input_error, shown
 from multilin.files import atomic_folder, check_folder, checksum, remove_partials, write_whole
 from multilin.settings.inputs import check_regular
 
-ATTEMPTS, FIRST_WAIT = 4, 0.5  # attempts of a call over the network; seconds after the first, doubled each time
+ATTEMPTS, FIRST_WAIT = 4, 0.5  # calls over the network until one succeeds; seconds before the second, then doubled
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ResultT = TypeVar("ResultT")
 

@@ -185,7 +185,7 @@ def selective_copy(rng: np.random.Generator, count: int, length: int, options: C
 
 
 def needle(rng: np.random.Generator, count: int, length: int, options: PairOptions) -> Sequences:
-    """A needle in a haystack: one marked value at any depth among random keys and values, asked at the end.
+    """A needle in a haystack: one marked value at any depth among random keys and values, asked for at the end.
 
         B 3 A 9 * 7 C 1 F 5 *  7
                                7

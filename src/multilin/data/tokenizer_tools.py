@@ -88,7 +88,7 @@ def describe_tokenizer(arguments: TokenizerShowArguments, progress: Progress = n
             num_bytes += len(document.text.encode())
             progress("tokenising", num_bytes)
         if not tokens:
-            raise InputError(f"--source: {shown(arguments.source)} has no token for this tokenizer")
+            raise InputError(f"--source: this tokenizer makes no token of {shown(arguments.source)}")
         info = replace(info, tokens=tokens, bytes=num_bytes, bytes_per_token=num_bytes / tokens)
     return info
 

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 LONGEST_TRAINED_WORD = 1000  # characters, in the text that a tokenizer is trained on
 TRAINED_BYTES = 2**22  # of different words in that text; training takes about a hundred times as much memory
 
-_WORD = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+")  # much as ByteLevel splits words
+_WORD = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+")  # roughly ByteLevel's words
 
 TokenizerKind = Literal["byte", "bpe", "unigram"]
 
@@ -51,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
     Args:
         texts: the training text, read once and not kept in memory.
         kind: `byte` (ids are 2 + byte; reads no text), `bpe` (merges of frequent pairs) or `unigram` (the most likely
-            pieces under a unigram model). The last two never join across GPT-2's word boundaries.
+            pieces under a unigram model). Tokens of the last two never cross GPT-2's word boundaries.
         vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others, where
             None takes 4096, or as many as the text supports.
 
@@ -121,11 +121,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token every document starts with; a prompt given to a model starts with it too.
 
-    It is the end-of-text token, so that a model which has read texts in a row predicts it at the end of a text. If a
-    tokenizer later got another end-of-text token, for chats, its beginning-of-text token is the earlier one.
+    It is the end-of-text token: after training on texts in a row, a model predicts this token at the end of a text. If
+    a tokenizer later got another end-of-text token, for chats, its beginning-of-text token is still the start token.
     """
     start = tokenizer.bos_token_id if tokenizer.bos_token in _KNOWN_ENDS else tokenizer.eos_token_id
-    assert isinstance(start, int), "tokenizers of this package have an end-of-text token"
+    assert isinstance(start, int), "multilin loads only tokenizers with an end-of-text token"
     return start
 
 
@@ -382,6 +382,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in tokenizer.json; config.json is not read, since the class of its model may be anyone's code."""
+    """The tokenizer in tokenizer.json; config.json is not read, since it may name anyone's code as model."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         return PreTrainedTokenizerFast.from_pretrained(path_or_name)

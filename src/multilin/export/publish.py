@@ -128,7 +128,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)
 tokenizer = PreTrainedTokenizerFast.from_pretrained("NAME")  # needs no code of this repository
-inputs = tokenizer(tokenizer.eos_token + "The", add_special_tokens=False, return_tensors="pt")  # it begins every text
+inputs = tokenizer(tokenizer.eos_token + "The", add_special_tokens=False, return_tensors="pt")  # eos begins every text
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```
 

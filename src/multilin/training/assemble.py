@@ -94,7 +94,7 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
     Args:
         recipe: with every default filled in.
         vocab_size: size of the text's tokenizer; None takes the recipe's.
-        checkpoint: of a resumed run; such a run reads `model.start` only if it trains adapters.
+        checkpoint: the one that a resumed run continues; such a run reads `model.start` only if it trains adapters.
 
     Raises:
         InputError: sizes or options that do not fit, or a model whose training needs more memory than is left.
@@ -143,7 +143,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     Args:
         recipe: with every default filled in.
         text: the text to train on.
-        checkpoint: of a resumed run, whose weights are loaded later.
+        checkpoint: the one that a resumed run continues; its weights are loaded later.
 
     Raises:
         InputError: the model to start from was trained with another tokenizer.

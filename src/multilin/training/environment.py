@@ -4,7 +4,7 @@ import os
 
 from multilin.errors import InputError, listed, shown
 
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun, accelerate and Ray set all
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # each launcher sets all of these
 _ONE = {  # the largest value that a single process has
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "PMI_SIZE": 1, "OMPI_COMM_WORLD_SIZE": 1, "MV2_COMM_WORLD_SIZE": 1
 }  # fmt: skip
@@ -52,7 +52,7 @@ def drop_empty() -> None:
     """Remove launchers' empty variables from the environment, since transformers reads each as a number.
 
     Raises:
-        InputError: one of the others is not a number.
+        InputError: a launcher's variable is neither empty nor a whole number.
     """
     for name in {*_LAUNCHER, *_NUMBERS} & os.environ.keys():
         if not _is_given(name):

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_DEPENDENT: dict[str, tuple[str, ...]] = {  # a field, to the fields that are dropped when it changes
+_DEPENDENT: dict[str, tuple[str, ...]] = {  # a change of this field drops these fields
     "model.architecture": ("model.options", "model.layers", "model.config", "optimizer.learning_rate"),
     "model.layers": ("model.options", "model.num_layers"),
     "tokenizer.kind": ("tokenizer.vocab_size", "tokenizer.path"),
@@ -70,8 +70,8 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
     """A copy of nested values without the fields that depend on a choice which `other` changes.
 
     Args:
-        values: nested values. With an architecture, given or by default, they count as a complete recipe, in which a
-            missing choice is None.
+        values: nested values. If they or `defaults` name an architecture, they count as a complete recipe, in which
+            a missing choice is None.
         other: nested values that will override them.
         defaults: nested values of choices that `values` leaves out.
     """
@@ -80,7 +80,7 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
     for name, dependent in _DEPENDENT.items():
         choice, before = get(other, name), get(whole, name)
         if name == "model.architecture" and get(whole, "model.layers") is not None:
-            before = None  # listed layers decide instead
+            before = None  # the listed layers name the architectures
         is_known = before is not None or (is_whole and name not in _OF_ARCHITECTURE)
         if choice is not None and choice != before and is_known:
             kept = without(kept, dependent)
@@ -88,7 +88,7 @@ def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping
 
 
 def without(values: Values, names: Iterable[str]) -> Values:
-    """A copy of nested values without these fields, named `section.field`."""
+    """A copy of nested values without the fields of these names, `section.field`."""
     kept = copy.deepcopy(values)
     for dotted in names:
         section, field = dotted.split(".")

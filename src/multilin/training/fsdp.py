@@ -73,7 +73,7 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
 class ShardWriter:
     """Writes this process's parts of the model and of the optimizer in the background; every process has one.
 
-    Each copy reuses the host memory of the one before, since allocating memory takes longer than copying.
+    Each copy reuses the host memory of the copy before, since allocating memory takes longer than copying.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """The tensors of the model and of the optimizer, "slot/parameter" to tensor, and the optimizer's groups by name."""
+    """All tensors of model and optimizer, by "slot/parameter", and the parameter groups, with parameters' names."""
     # The call leaves out non-persistent buffers, and reshards parameters that validation left gathered.
     kept = model.state_dict().keys()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

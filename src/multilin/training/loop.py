@@ -1,8 +1,8 @@
 """The training loop: a recipe goes in, a run folder comes out.
 
 `train` reads top to bottom: open the folder, read the text, build the model and the optimizer, load a checkpoint, take
-the steps, write the model. Each call leads to the file that its name says: `step.py` has what happens within a step,
-`saving.py` has checkpoints, `fsdp.py` divides a model among devices.
+the steps, write the model. The details are in other modules: the work within a step in `step.py`, checkpoints in
+`saving.py`, the division of a model among devices in `fsdp.py`.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def train(
         if were_restarted():
             resume = folder.last_checkpoint() is not None or (folder.recipe.exists() and not overwrite)
             overwrite = overwrite and not resume
-            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # their number may differ
+            recipe = resolve_recipe(folder.with_its_batch(given)) if resume else recipe  # processes may be fewer
         if recipe.training.master == "host":
             check_host_master(recipe.training, device)
         if progress is None or rank() != 0:
@@ -125,7 +125,7 @@ def train(
             if recipe.training.lora is not None:
                 progress.message(reach(model))
             if checkpoint is None and resume:
-                progress.message(f"no checkpoint in {folder.checkpoints}: starts at the first step")
+                progress.message(f"no checkpoint in {folder.checkpoints}: training starts at the first step")
             wait_for_all()
             with StopRequest() as stop, tf32_beside_bf16(recipe.training.precision):
                 run = _build_run(recipe, text, folder, model, device, progress, began)
@@ -146,7 +146,7 @@ def train(
 class _Run:
     """All that the steps of a run need.
 
-    model: computes the gradients. master: the module that the optimizer changes; not the model with `master: host`.
+    model: computes the gradients. master: the module that the optimizer changes; with `master: host` it is not `model`.
     loss: the loss of the model, compiled and distributed among processes.
     step: number of the last step that was made.
     is_finished: whether that was the last step of the run.
@@ -285,7 +285,7 @@ def _take_steps(run: _Run, stop: StopRequest, before_step: Callable[[int, PreTra
 
 
 def _set_rates(run: _Run) -> float:
-    """Set the learning rate of the next step; the result is the first group's."""
+    """Set the learning rates of the next step; returns the rate of the first parameter group."""
     num_steps = run.recipe.training.num_steps if run.limit is None else run.limit.num_steps(run.step)
     factor = rate_factor(run.recipe.schedule, run.step, num_steps)
     for group, base in zip(run.optimizer.param_groups, run.base_rates, strict=True):
@@ -294,7 +294,7 @@ def _set_rates(run: _Run) -> float:
 
 
 def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
-    """Loss and gradient norm of a step, and whether to apply it; a step that is not finite would spoil the weights.
+    """Loss and gradient norm of a step, and whether to apply it: a step that is not finite would spoil the weights.
 
     Raises:
         TrainingFailed: the loss or the gradient is not finite, and the recipe does not skip such steps.
@@ -319,7 +319,7 @@ def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm
 
 
 def _follow_step(run: _Run, stop: StopRequest, figures: dict[str, float]) -> bool:
-    """Log, validate and save if due after a step; the result is whether a signal asks for a stop."""
+    """After a step, log, validate and save if due; returns whether a signal asks for a stop."""
     step, plan, limit = run.step, run.recipe.training, run.limit
     if limit is not None:
         limit.advance(step)

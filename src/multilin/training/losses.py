@@ -96,7 +96,7 @@ def read_blocks(
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.
         packed: the text, packed with the model's tokenizer.
-        block_size: tokens a model reads at once; the first token of a block is scored as the last of the block before.
+        block_size: tokens a model reads at once. A block's first token is scored as the last of the block before.
         batch_size: blocks per call.
         max_tokens: score only evenly spaced blocks with at least this many tokens; None scores all blocks.
         progress: called after each batch with the number of blocks done.
@@ -152,7 +152,7 @@ def summarise(nats: float, tokens: int, size: int) -> Evaluation:
         InputError: there is no token to score.
     """
     if tokens == 0 or size == 0:
-        raise InputError("there is no token to score: the text holds only document starts")
+        raise InputError("there is no token to score: the text holds only start tokens")
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return Evaluation(loss, perplexity, nats / math.log(2) / size, tokens, size)

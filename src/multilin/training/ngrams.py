@@ -8,8 +8,8 @@ from multilin.data.prepared import MixedText, PreparedText, ShardedText, TrainTe
 from multilin.errors import InputError
 
 MAX_ORDER = 5
-MOST_SHARDS = 64  # shards to count n-grams in, if not in all
-COUNTED_NGRAMS, PREDICTED_NGRAMS, FEWEST_PREDICTED = 200_000, 20_000, 300  # to tell whether a text is like another
+MOST_SHARDS = 64  # `most` n-grams are counted in at most this many shards
+COUNTED_NGRAMS, PREDICTED_NGRAMS, FEWEST_PREDICTED = 200_000, 20_000, 300  # for `unlikeness`
 SMALL_VOCABULARY = 1000
 MUCH_UNLIKE = 1.4  # measured `unlikeness`: 0.9 to 1.25 for texts of one kind, 1.35 to 5 for two kinds
 
@@ -44,7 +44,7 @@ class NgramModel:
         if not 1 <= order <= MAX_ORDER:
             raise InputError(f"order: {order} given, but it should be 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
-            raise InputError(f"order: {order} given, but a vocabulary of {self.vocab_size} is too large for that")
+            raise InputError(f"order: {order} given, but it is too high for a vocabulary of {self.vocab_size}")
         self._count(train_ngrams(train, order, most))
 
     @classmethod
@@ -113,8 +113,8 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
 def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArray[np.int64]:
     """(N, order) the n-grams of a training text, as `text_ngrams` gives them.
 
-    With `most`, about this many, evenly spaced in at most `MOST_SHARDS` shards, or in the first one only if the text is
-    not on this machine. A mixture is counted in proportion to its weights.
+    With `most`, about this many, evenly spaced in at most `MOST_SHARDS` shards, or in the first shard only if the text
+    is not on this machine. A mixture is counted in proportion to its weights.
     """
     if most is None:
         return np.concatenate([text_ngrams(shard, order) for shard in train.shards])
@@ -133,9 +133,9 @@ def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArr
 def unlikeness(text: PreparedText) -> float | None:
     """How much harder the validation text is to predict than text that is held out from the training text.
 
-    Both are predicted by one bigram model (trigram for a small vocabulary), which counts the training text without
-    every tenth piece of it: the held-out text. The result is the ratio of bits per byte, about 1 for a validation text
-    that is like the training text. None if a text is too short to tell, or not on this machine.
+    The held-out text is every tenth piece of the training text. A bigram model of the rest (trigram for a small
+    vocabulary) predicts both texts. The result is the ratio of bits per byte, about 1 for a validation text that is
+    like the training text. None if a text is too short to tell, or not on this machine.
     """
     texts = text.train.texts if isinstance(text.train, MixedText) else [text.train]
     if any(isinstance(one, ShardedText) and one.store.local is None for one in texts):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
     """Describe the first place in a forward and backward pass where a number is not finite.
 
-    The model's gradients are left as they are. None if all numbers are finite, or if the pass fails, since watching
-    takes more memory.
+    The model's gradients are left as they are. The result is None if all numbers are finite, or if the pass fails:
+    watching takes more memory.
 
     Args:
         model: computes the loss; not compiled, and not divided among devices.
@@ -38,7 +38,7 @@ def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | Non
 
 # Attribute of a tensor: names of the modules that received it; the last one computes its gradient.
 _RECEIVERS = "_multilin_receivers"
-_LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # they compute nothing
+_LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # containers, which compute nothing
 
 
 class _Watch:
@@ -77,7 +77,7 @@ class _Watch:
         return tuple(map(self._own, [name] * len(args), args)), {k: self._own(name, v) for k, v in kwargs.items()}
 
     def _own(self, name: str, value: Any) -> Any:
-        """The value; an input with a gradient is copied, so that the copy's gradient is this module's part alone."""
+        """The value, or a watched copy of an input with a gradient: its gradient comes from this module alone."""
         if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
             return value
         copied = value.clone()

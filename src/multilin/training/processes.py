@@ -24,7 +24,7 @@ _DEVICE = "ACCELERATE_TORCH_DEVICE"
 def accelerator_or_cpu() -> torch.device:
     """The accelerator that this machine has, or the CPU.
 
-    Without `check_available`, PyTorch returns the one it was built for: CUDA, in the builds that pip installs on Linux.
+    Without `check_available`, PyTorch names the accelerator it was built for: CUDA in pip's builds for Linux.
     """
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
@@ -44,7 +44,7 @@ def join_processes() -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if num_processes() > 1 and not dist.is_initialized():
-        place = "MASTER_ADDR: the processes cannot reach each other there"
+        place = "MASTER_ADDR: the processes cannot reach each other at this address"
         with as_input_error(lambda reason: f"{place} ({reason})", dist.DistError):
             store, number, size = next(rendezvous("env://"))
             if _restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -123,7 +123,7 @@ def recipe_decides(plan: TrainingRecipe) -> Iterator[None]:
 
 def _overruled(plan: TrainingRecipe) -> Iterator[str]:
     device, is_float32 = accelerator_or_cpu().type, resolve_precision(plan.precision) == "float32"
-    alike = {  # field, and the values that agree with it
+    alike = {  # variable: the recipe's field, and values that agree with it
         "ACCELERATE_MIXED_PRECISION": ("precision", () if is_float32 else ("bf16",)),
         "ACCELERATE_DYNAMO_BACKEND": ("compile", ("inductor",) if plan.compile else ()),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("batch_size", ("1", "auto")),
@@ -141,6 +141,6 @@ def _overruled(plan: TrainingRecipe) -> Iterator[str]:
     for name, value in asked.items():
         if value.removesuffix(":0") not in ("", device):
             yield f"{name}={os.environ[name]} in the environment is ignored: training runs on {device}"
-    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # read before we could hide them
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):  # PyTorch has read them already
         if device == "cuda" and is_float32 and os.environ.get(name, "0") != "0":
-            yield f"{name}={os.environ[name]} in the environment multiplies float32 matrices in tf32; unset it"
+            yield f"{name}={os.environ[name]} in the environment lowers float32 products to tf32; unset it"

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class TrainingProgress:
-    """The receiver of the progress of a run, which ignores it; a subclass overrides the methods that it needs.
+    """Receives the progress of a run and ignores it; a subclass overrides the methods that it needs.
 
     Only the main process of a run reports.
     """
@@ -17,7 +17,7 @@ class TrainingProgress:
         """Something a user should know, in one line."""
 
     def ahead(self, seconds: Callable[[float], float]) -> None:
-        """Other runs follow the next one; `seconds` gives the time of all, from the seconds of the next one."""
+        """More runs follow the next run: `seconds(s)` is the time of all if the next run takes s seconds."""
 
     def validation(self, summary: str) -> None:
         """A description of the validation text."""
@@ -26,7 +26,7 @@ class TrainingProgress:
         """Training begins, after `step` of `max_steps` steps; `max_steps` is None for a run with a time limit."""
 
     def step(self, step: int, share: float) -> None:
-        """A step is done, and this share of the run, from 0 to 1."""
+        """A step is done; `share`, from 0 to 1, is the part of the run that is over."""
 
     def line(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl is complete."""

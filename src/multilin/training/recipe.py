@@ -43,7 +43,7 @@ CHANGEABLE_ON_RESUME = (
     "output", "training.eval_every_steps", "training.eval_max_tokens", "training.save_every_steps",
     "training.keep_checkpoints", "training.log_every_steps", "training.shard", "training.report_to",
 )  # fmt: skip
-_OF_START = (  # fields of a run's recipe that another model to start from decides
+_OF_START = (  # fields that do not stay if a run's recipe gets another model to start from
     *(f"model.{name}" for name in ("architecture", "hidden_size", "num_layers", "options", "layers", "config")),
     *(f"tokenizer.{name}" for name in ("kind", "vocab_size", "path")),
 )
@@ -90,7 +90,7 @@ def load_recipe(
         if overrides.get("model.start") not in (None, get(values, "model.start")):
             values = without(values, _OF_START)
     if "model.start" in overrides:
-        values = without(values, ["model.start_hash"])  # it belongs to the recipe's own start
+        values = without(values, ["model.start_hash"])  # the hash of the recipe's own `model.start`
     own = _changed(values, overrides)
     values = overlay(nest(defaults or {}), own)
     recipe = load_settings(Recipe, values)
@@ -104,10 +104,9 @@ def load_recipe(
 
 
 def _start_sections(recipe: Recipe, given: Values) -> Values:
-    """The given fields of the sections `model` and `tokenizer`, with the recipe's values, which are checked and
-    converted.
+    """The given fields of the sections `model` and `tokenizer`, with their values in the recipe.
 
-    For example, a number may be given as the text '8'.
+    There they are checked and converted; for example, a number may be given as the text '8'.
     """
     return {
         name: {field: getattr(getattr(recipe, name), field) for field in given[name]}
@@ -120,7 +119,7 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
     """Raise if fields that are given besides a recipe contradict the model that it starts from.
 
     Args:
-        recipe: with these fields.
+        recipe: the recipe, which has the given fields.
         given: nested fields and their values.
 
     Raises:
@@ -144,7 +143,7 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
     """Raise for a source that a mixture replaces, and for fields that a loaded tokenizer or prepared text decides.
 
     Args:
-        recipe: with these fields.
+        recipe: the recipe, which has the given fields.
         given: dotted fields that were given together with the source.
     """
     if recipe.data.mix is not None and "data.source" in given:
@@ -167,12 +166,12 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
 
 
 def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The dotted fields that a recipe and its overrides give, to their values; arguments as for `load_recipe`."""
+    """The values, by dotted field, that a recipe and its overrides give; arguments as for `load_recipe`."""
     return flatten(_changed({} if name_or_path is None else _read(_find(name_or_path)), overrides))
 
 
 def left_out_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """The dotted fields of a recipe that another choice has replaced; arguments and result of `load_recipe`."""
+    """The dotted fields of a recipe that another choice has replaced; `recipe` is the result of `load_recipe`."""
     given = {} if name_or_path is None else flatten(_read(_find(name_or_path)))
     kept = given_fields(name_or_path, overrides)
     decided = DECIDED_BY_PREPARING if recipe.data.is_prepared else ()

@@ -5,8 +5,8 @@ data.json       the text: sizes and identity         loss.png        a plot of t
 config.json, model.safetensors, tokenizer.json ...   README.md       the model card
                 the model, as Hugging Face has it    tensorboard/    event files, if asked for
 
-Checkpoints are beside it, in NAME.checkpoints, so that the folder can be published as it is. Each holds a whole model,
-and what training needs to continue. A resumed run starts from there and rewrites the files of its folder.
+Checkpoints are beside the folder, in NAME.checkpoints, so the folder can be published as it is. Each holds a whole
+model, and what training needs to continue. A resumed run starts from a checkpoint and rewrites its folder's files.
 """
 
 import contextlib
@@ -123,10 +123,10 @@ class RunFolder:
                 )
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
-        """The recipe, with the run's blocks per step if it gives none, so that any number of devices can resume."""
+        """The recipe; if it gives no blocks per step, with the run's, so that any number of devices can resume."""
         for folder in (self.last_checkpoint(), self.path):
             if folder is not None and (folder / RECIPE_FILE).exists():
-                with contextlib.suppress(InputError):  # a damaged one is refused or rewritten later
+                with contextlib.suppress(InputError):  # a damaged recipe is refused or rewritten later
                     blocks = load_recipe(folder).training.global_batch_size
                     return dataclasses.replace(recipe, training=fill(recipe.training, global_batch_size=blocks))
         return recipe

@@ -33,9 +33,9 @@ class Saver:
 
     Args:
         model: the module that the optimizer changes.
-        optimizer: of the model.
+        optimizer: the optimizer of the model.
         plan: says what is trained, how it is divided among processes, and how many checkpoints are kept.
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Saver:
             save_adapters(self.model, folder, weights)
 
     def publish_model(self) -> None:
-        """Put the model at the top of the run folder, each file complete or not there."""
+        """Put the model at the top of the run folder, each file complete or absent."""
         if rank() == 0:
             with atomic_files(self.folder.path) as partial:
                 self.write_model(partial)
@@ -84,7 +84,7 @@ class Saver:
         step, parent = progress["step"], self.folder.checkpoints
         self.finish()
         if not self.optimizer.state:
-            return  # PyTorch would take a step to make a state that it can save
+            return  # to save an empty state, PyTorch would take a step first
         with self._reported(step), contextlib.ExitStack() as stack:
             if rank() == 0:
                 stack.enter_context(checkpoints.published(parent, step, self.plan.keep_checkpoints))

@@ -38,7 +38,7 @@ class ModelRecipe:
 
 @settings
 class OptimizerRecipe:
-    """The optimizer; other fields take the default of the architecture, or of the optimizer if another is named."""
+    """The optimizer. Null fields take the architecture's defaults, or the defaults of `name` if it is another one."""
 
     name: Literal["adamw", "normalized_sgd", "matrix_moment", "muon"] | None = None  # name of the optimizer
     learning_rate: bounds.Rate | None = None  # peak learning rate, reached after the warm-up
@@ -51,12 +51,12 @@ class OptimizerRecipe:
 
 @settings
 class ScheduleRecipe:
-    """The learning rate over time; other fields take the default of the architecture."""
+    """The learning rate over time. Null fields take the defaults of the architecture."""
 
     name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # shape after the warm-up
     warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
-    tail: bounds.Rate | None = None  # tail: the last 1/tail of the run falls to 0, 5 by default
-    constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak before it falls, 100 by default
+    tail: bounds.Rate | None = None  # tail: the rate falls to 0 in the last 1/tail of the run; 5 by default
+    constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak; 100 by default
 
 
 @settings
@@ -80,10 +80,10 @@ class TrainingRecipe:
     label_smoothing: Fraction | None = None  # probability spread over the whole vocabulary, in training only
     seed: bounds.Seed = 0  # seed of initial weights, data order and dropout
     precision: Literal["auto", "float32", "bf16", "int8"] = "auto"  # auto: bf16 if the hardware has it, else float32
-    int8_backward: bool = True  # with precision int8: compute gradients in int8 too, rounded at random
-    quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # simulate weights of few values
-    master: Literal["device", "host"] = "device"  # with int8: where float weights and optimizer are; host: CPU memory
-    shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: the whole
+    int8_backward: bool = True  # with precision int8: compute gradients in int8 too, with stochastic rounding
+    quantization: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = "none"  # simulate weights rounded to few values
+    master: Literal["device", "host"] = "device"  # with int8: place of float weights and optimizer; host is CPU memory
+    shard: Literal["none", "fsdp"] = "none"  # fsdp: each device holds a part of every tensor; none: whole tensors
     communication: Literal["float", "int8"] = "float"  # format of gradients sent between devices; int8 in blocks of 128
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     compile: bool = False  # torch.compile the model
@@ -116,14 +116,14 @@ class TrainingRecipe:
         share, left = divmod(blocks, num_devices)
         if left:
             raise InputError(
-                f"training.global_batch_size: {blocks} given, but {num_devices} processes take multiples of "
-                f"{num_devices}; start another number of processes"
+                f"training.global_batch_size: {blocks} given, but it must be a multiple of the number of "
+                f"processes, {num_devices}; start another number of processes"
             )
         if share > self.batch_size and share % self.batch_size:
             multiple = self.batch_size * num_devices
             raise InputError(
-                f"training.global_batch_size: {blocks} given, but training.batch_size {self.batch_size} on "
-                f"{plural(num_devices, 'device')} takes multiples of {multiple}"
+                f"training.global_batch_size: {blocks} given, but it must be a multiple of {multiple}: "
+                f"training.batch_size {self.batch_size} on {plural(num_devices, 'device')}"
             )
         size = min(share, self.batch_size)
         return size, share // size

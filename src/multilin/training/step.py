@@ -32,8 +32,8 @@ class TrainedLoss(nn.Module):
 
     Args:
         model: a causal language model whose forward returns a loss.
-        label_smoothing: of GPT-2 and Llama; our models have it in their config.
-        is_sparse: whether many tokens have no target; GPT-2 and Llama then compute logits only for the others.
+        label_smoothing: for GPT-2 and Llama; our models have it in their config.
+        is_sparse: whether many tokens have no target; GPT-2 and Llama then compute no logits for these.
     """
 
     def __init__(self, model: PreTrainedModel, label_smoothing: float, *, is_sparse: bool) -> None:
@@ -61,7 +61,7 @@ def baseline_loss(
 
     Args:
         model: GPT-2 or Llama.
-        inputs: of its forward, with `labels`: -100 for tokens without a target.
+        inputs: arguments of its forward, with `labels`: -100 for tokens without a target.
         label_smoothing: share of the target distribution spread evenly over the vocabulary.
         num_items: what the total loss is divided by; None takes the number of targets in `inputs`.
     """
@@ -110,7 +110,7 @@ def step_batches(order: BlockOrder, plan: TrainingRecipe, step: int, device: tor
 def forward_backward(loss: nn.Module, batches: list[Batch], plan: TrainingRecipe, step: int) -> Tensor:
     """Compute a step's gradient and add it to the parameters' gradients.
 
-    The loss is the mean over the targets of all passes and processes; returns world_size times this process's part.
+    The loss is the mean over the targets of all passes and processes; returns this process's part, times world_size.
     """
     loss.train()
     num_items = sum_over_processes(count_targets(batches))
@@ -179,7 +179,7 @@ def seed_all(seed: int) -> None:
 
 
 def clip_gradient(model: nn.Module, most: float | None) -> Tensor:
-    """Scale the gradient down to the norm `most`, unless that is None or 0; returns the norm before."""
+    """Scale the gradient down to the norm `most`, unless that is None or 0; returns the norm before clipping."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = nn.utils.clip_grad_norm_(parameters, most or float("inf"))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

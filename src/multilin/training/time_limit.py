@@ -15,7 +15,7 @@ ENDING = 3.0  # seconds for the plot, the model card and the end of the program
 FIRST_SAVE = 1.0  # seconds that a checkpoint is expected to take before one was written
 FORWARD = 0.5  # share of a training step's time, at most, that its forward pass takes
 MOST_GUESSED = 0.1  # share of the run, at most, reserved for the last validation before one was timed
-FIRST_SHARE, SPACING = 0.35, 0.15  # shares of a run: before a forecast, and between its two validations
+FIRST_SHARE, SPACING = 0.35, 0.15  # shares of a run: before the first forecast, and between a forecast's validations
 # By share of a run: the slope of the rest relative to the slope before, and a forecast's relative error; from 64 runs.
 _SHARES, _SLOPES, _ERRORS = (0.4, 0.6, 0.8, 1.0), (0.422, 0.573, 0.541, 1.0), (0.0299, 0.0116, 0.0055, 0.0)
 _STEP_WEIGHT = 0.2  # weight of the last step in the running mean of seconds per step
@@ -24,9 +24,9 @@ _STEP_WEIGHT = 0.2  # weight of the last step in the running mean of seconds per
 class TimeLimit:
     """The time that a run may use, from the start of the command to its end, and how far the run is.
 
-    The clock stops between the end of a command and the one that resumes its run. Time is reserved for the work after
-    the last step, a validation and writing the model twice: as much as each took before. The rest, from the first step
-    on, is for training.
+    The clock stops between the end of a command and the command that resumes its run. Time is reserved for the work
+    after the last step: a validation and two saves, each as long as the latest before. The remaining time, from the
+    first step on, is for training.
 
     Args:
         minutes: minutes for the whole run, including the time before it was resumed.
@@ -44,9 +44,9 @@ class TimeLimit:
         self.seconds, self.max_steps, self._began, self._earlier = 60 * minutes, max_steps, began, 0.0
         self.share, self.is_ended = 0.0, False
         self._first: float | None = None  # seconds used before the first step
-        self._last = self._step = 0.0  # seconds used after the last step, and the mean of a step
+        self._last = self._step = 0.0  # seconds used up to the last step, and mean seconds of a step
         self._validation_steps = validation_steps
-        self._pauses = {"validation": 0.0, "saving": 0.0}  # seconds that the last one took
+        self._pauses = {"validation": 0.0, "saving": 0.0}  # seconds that the latest validation and save took
 
     @property
     def used(self) -> float:
@@ -77,7 +77,7 @@ class TimeLimit:
         """Note that the first step of this command begins.
 
         Raises:
-            TrainingFailed: no time is left for it.
+            TrainingFailed: no time is left for a step.
         """
         self._last = mean_over_processes(self.used)
         if self._first is None:
@@ -85,7 +85,7 @@ class TimeLimit:
             if self._room <= 0:
                 raise TrainingFailed(
                     f"training.minutes: {self.seconds / 60:g} given, but {self._last:.0f} s had passed before the "
-                    f"first step, and {self.kept_back:.0f} s are reserved for the end; give more"
+                    f"first step, and {self.kept_back:.0f} s are reserved for the end; give more minutes"
                 )
         else:
             self._first += self._last - self._earlier  # time before a command's first step is not training
@@ -107,7 +107,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Time a validation or a save; as much time is reserved for the last one."""
+        """Measure the time of a validation or a save; as much is reserved for the end of the run."""
         begin = monotonic()
         yield
         self._pauses[name] = mean_over_processes(monotonic() - begin)
@@ -133,7 +133,7 @@ def forecast_end(validations: Sequence[tuple[float, float]]) -> tuple[float, flo
 
         v (v / v')^(k(s) (1 - s) / (s - s'))
 
-    k(s) was fitted to runs that were validated after every fifth, and is interpolated linearly between.
+    k(s) was fitted to runs that were validated after every fifth of the run; between these shares it is interpolated.
 
     Args:
         validations: share of the run that was over, and bits per byte. The last one is used, and the latest one that is

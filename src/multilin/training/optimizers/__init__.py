@@ -28,7 +28,7 @@ class OptimizerKind:
 
     make: called with parameter groups, `lr`, and `options` by name.
     learning_rate, weight_decay, clip_norm: defaults for an architecture whose source trains with another optimizer.
-    state_numbers: numbers of state for every number of a matrix.
+    state_numbers: numbers of optimizer state per matrix element.
     options: its other fields of the recipe, with their defaults.
     normalizes: whether its update does not depend on the scale of a gradient; embeddings are then updated by rows.
     by_matrices: whether it updates the matrices of layers in another way than other parameters.
@@ -166,7 +166,7 @@ def optimizer_bytes(recipe: OptimizerRecipe, model: nn.Module) -> int:
     numbers = kind.state_numbers * trained
     if "row_average" in kind.options:
         numbers += _trained_numbers(row_parameters(model))
-    if kind.by_matrices:  # others have AdamW's two
+    if kind.by_matrices:  # AdamW, with two numbers, updates the other parameters
         numbers += trained - _trained_numbers(matrix_parameters(model))
     return FLOAT_BYTES * numbers
 

@@ -27,7 +27,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     wide_names: tuple[str, ...] = ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's.
+        """Add a parameter group, as in PyTorch.
 
         Raises:
             InputError: a learning rate or weight decay that is negative or not finite.
@@ -40,7 +40,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what the closure returned.
+        """Update every parameter that has a gradient; returns the closure's result.
 
         Raises:
             InputError: a sparse gradient.
@@ -60,13 +60,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's, but `wide_names` stay in float32 or better.
+        """Load a saved state as PyTorch does, but keep the tensors of `wide_names` in float32 or better.
 
         Raises:
             InputError: the state was saved by another kind of optimizer.
         """
         groups, states = state_dict["param_groups"], state_dict["state"]
-        own = {*self.defaults, *self.marks} - {"differentiable"}  # PyTorch adds it to the defaults but to no group
+        own = {*self.defaults, *self.marks} - {"differentiable"}  # PyTorch adds this name to no group
         kept = [({*self.state_names}, state) for state in states.values() if state]
         for expected, given in [*((own, group) for group in groups), *kept]:
             if missing := sorted(expected - given.keys()):
@@ -88,7 +88,7 @@ class NormalizingOptimizer(CheckedOptimizer):
     """An optimizer whose update does not depend on the scale of a tensor's, or a row's, gradient.
 
     Tensors of a parameter group with `rows` true are updated row by row, others as a whole. A parameter without a
-    gradient is skipped, as in PyTorch; one whose gradient is zero is not.
+    gradient is skipped, as in PyTorch; a parameter with a zero gradient is updated.
 
     A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). For a tensor that is updated as a
     whole, squares are then summed over all devices; a row and its statistics are on one device.
@@ -103,7 +103,7 @@ class NormalizingOptimizer(CheckedOptimizer):
         raise NotImplementedError
 
     def update_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update a tensor row by row, after its weight decay; both are seen as (rows, numbers per row)."""
+        """Update a tensor row by row, after its weight decay; tensor and gradient count as (rows, numbers per row)."""
         raise NotImplementedError
 
     def update(self) -> None:
@@ -133,7 +133,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
-    """The part of each tensor that this device holds, to be changed in place; an undivided tensor itself."""
+    """The part of each tensor that this device holds, to be changed in place: of an undivided tensor, all of it."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -157,7 +157,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def row_shape(tensor: Tensor) -> tuple[int, int]:
-    """Rows, and numbers per row."""
+    """The number of rows, and of numbers per row."""
     return (len(tensor), math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
 
 

@@ -13,21 +13,21 @@ NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average 
 class MatrixMoment(NormalizingOptimizer):
     """Momentum of gradients that are divided by their root mean square over a matrix (or row) and over time.
 
-    In step i = 0, 1, ... of a matrix p with gradient g (of a tensor of rows: each row, with its own D and a common W):
+    In step i = 0, 1, ... of a matrix p with gradient g, or of a row p, with its own D but one W for all rows:
 
         b  = 1 - 0.5 / sqrt(1 + i)
         D <- b D + mean(g^2)       W <- b W + 1       n = g / sqrt(D / W), 0 where mean(g^2) = 0
         m <- b m + (1 - b) n
         p <- (1 - lr * weight_decay) p - lr (0.2 n + 0.8 m)
 
-    A row with zero gradient decays and still moves along its momentum. State: m, one number per number (AdamW has two);
+    A row with zero gradient decays and still moves along its momentum. State: m, one number per element (AdamW: two);
     D, one per matrix or row; W and i, one per matrix. Parameters are float32 or better, and gradients have a root mean
     square between about 1e-19 and 1e19, so that float32 can hold their squares.
 
     Args:
         params: parameters or parameter groups; `rows` of a group says whether it is updated by rows.
         lr: root mean square of an update whose direction does not change.
-        weight_decay: decoupled decay, times the learning rate; the source's l2.
+        weight_decay: decoupled decay, times the learning rate; the source calls it l2.
         rows: default for groups without `rows`.
 
     Source: TScale (Foreseerr).

@@ -24,14 +24,14 @@ class Muon(CheckedOptimizer):
         M <- 0.95 M + 0.05 G
         W <- (1 - lr * weight_decay) W - 0.2 lr sqrt(max(A, B)) O(0.95 M + 0.05 G)
 
-    The factor gives updates the root mean square of AdamW's updates, so that both parts take one learning rate. If the
-    hardware multiplies bf16, the iterations equal `torch.optim.Muon` bit for bit. Otherwise they run in float32, since
-    emulated bf16 products are tens of times slower. State: one number per number of a matrix, two per number of
-    anything else.
+    With the factor 0.2 sqrt(max(A, B)) updates are about as large, in root mean square, as AdamW's, so one learning
+    rate suits both parts. If the hardware multiplies bf16, the iterations equal `torch.optim.Muon` bit for bit. If not,
+    they run in float32, since emulated bf16 products are tens of times slower. State: one number per element of a
+    matrix, two per element of any other tensor.
 
     Args:
         params: parameter groups; `matrices` of a group says whether Muon or AdamW updates its tensors.
-        lr: learning rate of both.
+        lr: learning rate of both parts.
         weight_decay: decoupled decay, times the learning rate.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor is from Liu et al.
@@ -44,18 +44,18 @@ class Muon(CheckedOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's.
+        """Add a parameter group, as in PyTorch.
 
         Raises:
             InputError: the group has no `matrices`, or is for Muon and has a tensor that is not a matrix.
         """
         if "matrices" not in param_group:
-            raise InputError("params: a group without 'matrices' given, which says whether Muon or AdamW changes it")
+            raise InputError("params: a group without 'matrices' given, but it must be True (Muon) or False (AdamW)")
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if added["matrices"] and (others := [tuple(x.shape) for x in added["params"] if x.ndim != 2]):
             self.param_groups.pop()
-            raise InputError(f"params: a tensor of shape {others[0]} given, but Muon changes matrices alone")
+            raise InputError(f"params: a tensor of shape {others[0]} given, but Muon changes only matrices")
 
     def update(self) -> None:
         """Update every parameter that has a gradient."""

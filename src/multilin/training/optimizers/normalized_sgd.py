@@ -25,7 +25,7 @@ class NormalizedSGD(NormalizingOptimizer):
         average_then_normalize:  A_r <- b A_r + (1 - b) G_r        W_r <- (1 - lr * weight_decay) W_r - lr N(A_r)
 
     Norms are computed from squares in float32: a norm below about 1e-22 counts as 0, and one above 1e19 as infinite,
-    which moves nothing. A row with zero gradient still moves along its average. State: one number per number of the
+    which moves nothing. A row with zero gradient still moves along its average. State: one number per element of the
     tensors of rows; for whole tensors only a count of steps, since PyTorch's distributed checkpoints need a state of
     every parameter.
 

@@ -334,7 +334,7 @@ def test_a_stage_goes_on_where_its_last_value_is_the_best(sandbox: Path) -> None
     sweep = dataclasses.replace(a_sweep(sandbox, "further", rows={"elita": {}}, seeds=[0], stages=stages), extend=2)
     found = compare(sweep)
     assert [run.choice["optimizer.learning_rate"] for run in found.row("elita").tuning] == [1e-5, 1e-4, 1e-3, 1e-2]
-    assert any("more were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
+    assert any("more values were tried: 0.001, 0.01 for elita" in remark for remark in found.remarks)
     assert any(
         "The best optimizer.learning_rate of elita is the lowest or highest" in remark for remark in found.remarks
     )
@@ -462,13 +462,13 @@ def test_other_tokenizers_are_compared_by_bytes_and_one_seed_says_nothing(sandbo
 
 def test_adapters_that_a_row_lacks_are_not_tuned(sandbox: Path) -> None:
     sweep = a_sweep(sandbox, "adapters", rows={"elita": {}}, stages=[{"training.lora.rank": [2, 4]}])
-    with pytest.raises(InputError, match=r"^rows.elita: stages.training.lora.rank: given, but the row has no training"):
+    with pytest.raises(InputError, match=r"^rows.elita: stages.training.lora.rank: given, but the row has no adapters"):
         compare(sweep)
 
 
 def test_a_warm_up_longer_than_a_trial_is_refused(sandbox: Path) -> None:
     sweep = a_sweep(sandbox, "warm-up", rows={"elita": {}}, stages=[{"schedule.warmup_steps": [1, 500]}])
-    with pytest.raises(InputError, match=r"schedule\.warmup_steps: 500 given for a trial of \d+ steps"):
+    with pytest.raises(InputError, match=r"schedule\.warmup_steps: 500 given, but a trial has \d+ steps"):
         compare(sweep)
 
 
@@ -576,13 +576,13 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
         "differences to all others are larger than noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
         "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
-        "(no spread between seeds for a test)."
+        "(all seeds of a row have the same score)."
     )
     # From 3 after 256 tokens to 2 after 320: 2.5 is passed after 256 + 64 * 0.5.
     reached = cost_to_reach(clear.row("elita"), 2.5, "bits_per_byte")
     assert reached["tokens"] == pytest.approx(256 + 64 * 0.5)
     assert speed_sentence(clear).startswith(
-        "To reach 2.500 bits per byte, where gpt2 ends, elita needs the fewest training tokens (288 instead of 320)"
+        "To reach 2.500 bits per byte, the final score of gpt2, elita needs the fewest training tokens (288 instead of 320)"
     )
     tied = made_up(found, [[2.5, 3, 2.0], [2.5, 3, 2.01]], [[2.4, 4, 2.5], [2.4, 4, 2.51]])
     assert "instead of" not in re.sub("(seconds|FLOPs).*", "", speed_sentence(tied))
@@ -601,7 +601,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         (NOISY, "gpt2 is within noise of it (p > 0.05, corrected for 1 pair)."),
         (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
-        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (all seeds of a row have the same score)."),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), and gpt2 the same; gpt2"),
         (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), and gpt2 the same; gpt2"),
     ],
@@ -696,7 +696,7 @@ def test_guessing_is_not_called_best(guessed: Comparison, capsys: pytest.Capture
     assert (sorted(guessed.at_chance), guessed.best, guessed.differences) == (["elita", "gpt2"], [], [])
     for text in shown_in(guessed, capsys).values():
         assert (
-            "No row has learned the task: with 320 training tokens for each run, none is above chance, 50.0 % of the"
+            "No row has learned the task: with 320 training tokens for each run, none is above chance (50.0 % of the"
             in text
         )
         assert not re.search(
@@ -778,7 +778,8 @@ def test_nothing_is_best_where_a_row_left_its_budget(
         assert comparison.order == ["elita", "gpt2"]
         assert all("elita is best with 30 seconds" in shown[place] for place in ("html", "markdown"))
         return
-    assert sentence.startswith("The rows are not ranked: each run had a budget of 30 seconds of training")
+    assert sentence.startswith("The rows are not ranked: ")
+    assert "off the budget of 30 seconds of training for each run" in sentence
     assert f"gpt2 used {seconds[1]:g} seconds of training" in sentence
     assert all(sentence in text for text in shown.values())
     assert comparison.order == ["gpt2", "elita"]  # as in the sweep

@@ -58,11 +58,11 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
         ({"rows": {"a": {"recipe": 3}}}, "rows.a.recipe: 3 given, but it should be the name or path of a recipe"),
-        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but names of rows have only"),
+        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row's name has only"),
         ({"rows": {}}, "rows: none given"),
         (
             {"rows": {"elita": {"model.start": "x"}}},
-            "rows.elita.model.start: 'x' given, but rows take it from a recipe",
+            "rows.elita.model.start: 'x' given, but only a recipe file can set this field",
         ),
         ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
         ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),
@@ -81,7 +81,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"stages": [{}]}, "stages.0: {} given, but it should be of at least 1 entries"),
         (
             {"stages": [{"data.source": ["a"]}]},
-            "stages.0.data.source: given, but optimizer, schedule, model, tokenizer and training can be tuned",
+            "stages.0.data.source: given, but only optimizer, schedule, model, tokenizer and training can",
         ),
         ({"stages": [{"training.seed": [1]}]}, "stages.0.training.seed: [1] given, but give `seeds`"),
         ({"stages": [{"optimizer.rate": [1]}]}, "rows.elita: stages.optimizer.rate: unknown field"),
@@ -89,7 +89,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             {"stages": [{"model.n_positions": [8]}, {"model.hidden_size": [0]}]},
             "rows.elita: stages.model.hidden_size: 0",
         ),
-        ({"stages": [{"optimizer.name": ["x2"]}]}, "rows.elita: stages.optimizer.name: x2 given, but it multiplies a"),
+        ({"stages": [{"optimizer.name": ["x2"]}]}, "rows.elita: stages.optimizer.name: x2 given, but the row has"),
         ({"extend": 2}, "extend: 2 given, but only one stage of one field with two or more different positive"),
         ({"extend": 1, "stages": [{"schedule.name": ["linear", "cosine"]}]}, "extend: 1 given, but only one stage"),
         ({"extend": 1, "stages": [{"optimizer.weight_decay": [0.0, 0.1]}]}, "extend: 1 given, but only one stage"),
@@ -98,7 +98,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "extend: 1 given, but only one stage",
         ),
         ({"like": "nowhere"}, "like: "),
-        ({"final_half": True, "task": "mqar"}, "final_half: true given, but the task mqar makes new sequences"),
+        ({"final_half": True, "task": "mqar"}, "final_half: true given, but a task has no validation documents"),
         ({"seeds": list(range(101))}, "seeds: [0, 1, 2, 3, ...] given, but it should be of at most 100 entries"),
         ({"stages": [{f"optimizer.{n}": list(range(99)) for n in "ab"}]}, "stages.0: 9801 combinations given"),
         (
@@ -108,14 +108,14 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"extend": -1}, "extend: -1 given, but it should be at least 0"),
         (
             {"rows": {"elita": {"data.source": "python-docs"}}},
-            "rows.elita.data.source: 'python-docs' given beside the task",
+            "rows.elita.data.source: 'python-docs' given with the task",
         ),
         (
             {"task": None, "base": SMALL | {"data.source": "task:mqar"}},
             "rows.elita.data.source: task:mqar is a task; give",
         ),
         ({"task": "mqra"}, "task: 'mqra' is not known; did you mean 'mqar'?"),
-        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
+        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but for rows.elita that is 1 step, all in its warm-up"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(
@@ -246,7 +246,7 @@ def test_on_a_task_a_model_beside_a_recipe_has_the_recipes_sizes_and_the_task() 
 
 @pytest.mark.parametrize("name", ["model.architecture", "model.layers"])
 def test_a_flag_makes_no_row_another_model_than_it_is_called(name: str) -> None:
-    with pytest.raises(InputError, match=rf"^--{name}: given, but rows differ in it"):
+    with pytest.raises(InputError, match=rf"^--{name}: given, but each row has its own"):
         changed(builtin_sweep(), budget=Budget(), num_seeds=None, task=None, changes={name: "elita"})
 
 
@@ -403,7 +403,7 @@ def test_a_sweep_may_be_like_one_that_has_its_rows_and_is_like_no_other(sweep_fi
     assert load_sweep(first).rows.keys() == {"elita"}
     for content, sentence in (
         (f"like: {other.name}\nrows: {{elite: }}", "has no row 'elite'; did you mean 'elita'"),
-        ("like: first.yaml\nrows: {elita: }", f"first.yaml given, but that is like {other.name} itself"),
+        ("like: first.yaml\nrows: {elita: }", "first.yaml given, but that file has a `like` itself"),
     ):
         second = other.with_name("second.yaml")
         second.write_text(content)

@@ -161,7 +161,7 @@ def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick], monkey
     assert plan.minutes == 600
     assert whole.tokens == MOST_PASSES * whole.train_tokens
     assert plan.num_steps * plan.batch_size * positions == pytest.approx(whole.tokens, rel=0.02)
-    assert "passes over this text would overfit, so the run ends after 5, in about" in whole.remarks[0]
+    assert "passes over this text would overfit, so the run ends after 5 passes, in about" in whole.remarks[0]
     monkeypatch.setattr(picking, "step_seconds", lambda *words: 2.0)
     part = picked(1)
     assert part.tokens < 0.2 * whole.tokens
@@ -174,7 +174,7 @@ def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick], monkey
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"data.source": "task:mqar"}, "data.source: task:mqar is a task, but --minutes picks a model for a text"),
+        ({"data.source": "task:mqar"}, "data.source: task:mqar given with --minutes; give"),
         ({"model.hidden_size": 30, "model.options.head_size": 32}, "head_size: 32 given, but it must divide"),
         ({"data.source": "nowhere.txt"}, "nowhere.txt"),
         ({"model.architecture": "nothing"}, "model.architecture: 'nothing' is not known"),

@@ -161,12 +161,12 @@ MOST = "Its largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of th
          "nats; without 'a' at 1 by 0.02."),
         ([0, 0.5, -0.7, 0], B, "Its largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
          "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
-        (LAST, None, "and the start of the text (0.1). Removal was not measured: whether the prediction depends on"),
+        (LAST, None, "and the start of the text (0.1). Removal was not measured, so it is not known which"),
         (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
         (None, B, "It has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
-        (None, None, "It has no readable weights. Removal was not measured: whether"),
+        (None, None, "It has no readable weights. Removal was not measured, so"),
         ([0, 0, 0, 0], A, "Its layers read no token at the last position. Without 'a' at 1 the"),
-        (LAST, [np.nan] * 4, "(0.1). There is no token before the last one to remove."),
+        (LAST, [np.nan] * 4, "(0.1). Before the last token there is none that can be removed."),
     ],
 )  # fmt: skip
 def test_what_is_weighed_most_is_checked_by_removal(
@@ -230,7 +230,7 @@ def test_json_is_what_is_written(run_folder: Callable[[str], Path], cli: Call, t
 def test_a_model_that_gives_no_weights_away_shows_removal(explained: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multilin.analysis.explain.explanation.attentions", lambda *_: [])
     content, page, shown = explained("gpt2")
-    assert content["finding"].startswith("This model has no readable attention weights; the effect of")
+    assert content["finding"].startswith("This model has no readable attention weights; only the effects of")
     assert content["steps"] == []
     assert content["finding"] in " ".join(shown.split())
     assert content["finding"] in page

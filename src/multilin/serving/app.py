@@ -95,7 +95,7 @@ class Server(uvicorn.Server):
         self._app: ASGIApp | None = None
         self._stop: Callable[[float], object] = float  # a function without effect
         self._listener = listener
-        self._ended = threading.Event()  # as join would not work again after a signal
+        self._ended = threading.Event()  # join would count the thread as ended after a signal
 
     def __enter__(self) -> "Server":
         threading.Thread(target=self._serve_and_end, name="multilin-http", daemon=True).start()

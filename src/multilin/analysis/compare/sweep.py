@@ -209,7 +209,7 @@ def check_sweep(sweep: Sweep) -> None:
             "positive numbers or multiples"
         )
     if sweep.final_half and sweep.task is not None:
-        raise InputError(f"final_half: true given, but a task has no validation documents; leave it out")
+        raise InputError("final_half: true given, but a task has no validation documents; leave it out")
 
 
 def changed(

@@ -72,7 +72,7 @@ class CompletionForm(Form):
 
     Args:
         echoes: for each answer, the text of its prompt if the answer repeats it, else "".
-        first_ids: for each answer, the first token of its prompt if it is reported, which has no probability; else None.
+        first_ids: for each answer, the first token of its prompt if it is reported (without probability), else None.
     """
 
     kind = chunk_kind = "text_completion"
@@ -123,7 +123,7 @@ class CompletionForm(Form):
         }  # fmt: skip
 
     def _offset(self, index: int, token: int, num_before: int) -> int:
-        """The characters of the answer before a token; `num_before` counts those of the new text (-1: in the prompt)."""
+        """The characters of the answer before a token; `num_before` counts new ones (-1: in the prompt)."""
         if num_before >= 0:
             return len(self.echoes[index]) + num_before
         stream = self._prompts[index]

@@ -67,7 +67,7 @@ class Guard:
     def _owner(self, connection: HTTPConnection) -> str:
         name = re.sub(r":\d+$", "", connection.headers.get("host", ""))
         if self.is_loopback and name not in LOOPBACK:
-            raise ApiError(400, f"host: {name!r:.80} given, but this server only answers to {LOOPBACK[0]}", "host")
+            raise ApiError(400, f"host: {name!r:.80} given, but this server answers only to {LOOPBACK[0]}", "host")
         origin = connection.headers.get("origin")
         is_foreign = origin is not None and origin.partition("://")[2] != connection.headers.get("host")
         if self.is_loopback and is_foreign and not {origin, "*"} & set(self.origins):

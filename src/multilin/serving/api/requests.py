@@ -46,7 +46,7 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
-        idle = IDLE | {"best_of": [1, body.get("n")]}  # only the number of answers
+        idle = IDLE | {"best_of": [1, body.get("n")]}  # equal to n
         return {
             name: value for name, value in body.items()
             if (fields[name].is_required() or value is not None if name in fields
@@ -81,7 +81,7 @@ class TextRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    user: Name | None = None  # this and the next two have no effect
+    user: Name | None = None  # this field and the next two have no effect
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
 

@@ -14,7 +14,7 @@ from multilin.serving.generation import Generation
 from multilin.settings import inputs
 
 SILENCE = 10.0  # seconds without text after which a comment is sent, to keep the stream open
-LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # clients that use str.splitlines would split there
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # str.splitlines splits here
 
 
 def to_json(value: Any) -> bytes:

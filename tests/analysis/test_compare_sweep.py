@@ -58,11 +58,11 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ),
         ({"rows": {"a": {"recipe": "demmo"}}}, "recipe: 'demmo' is neither"),
         ({"rows": {"a": {"recipe": 3}}}, "rows.a.recipe: 3 given, but it should be the name or path of a recipe"),
-        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but names of rows have only"),
+        ({"rows": {"a/b": {}}}, "rows: 'a/b' given, but a row's name has only"),
         ({"rows": {}}, "rows: none given"),
         (
             {"rows": {"elita": {"model.start": "x"}}},
-            "rows.elita.model.start: 'x' given, but rows take it from a recipe",
+            "rows.elita.model.start: 'x' given, but only a recipe file can set this field",
         ),
         ({"rows": {"lama": {}}}, "rows.lama: no model given; give `recipe`"),
         ({"rows": {"a": {"output": "x"}}}, "rows.a.output: 'x' given, but runs go into folders of the sweep's"),
@@ -81,7 +81,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"stages": [{}]}, "stages.0: {} given, but it should be of at least 1 entries"),
         (
             {"stages": [{"data.source": ["a"]}]},
-            "stages.0.data.source: given, but optimizer, schedule, model, tokenizer and training can be tuned",
+            "stages.0.data.source: given, but only optimizer, schedule, model, tokenizer and training can",
         ),
         ({"stages": [{"training.seed": [1]}]}, "stages.0.training.seed: [1] given, but give `seeds`"),
         ({"stages": [{"optimizer.rate": [1]}]}, "rows.elita: stages.optimizer.rate: unknown field"),
@@ -117,14 +117,14 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
         ({"extend": -1}, "extend: -1 given, but it should be at least 0"),
         (
             {"rows": {"elita": {"data.source": "python-docs"}}},
-            "rows.elita.data.source: 'python-docs' given beside the task",
+            "rows.elita.data.source: 'python-docs' given with the task",
         ),
         (
             {"task": None, "base": SMALL | {"data.source": "task:mqar"}},
             "rows.elita.data.source: task:mqar is a task; give",
         ),
         ({"task": "mqra"}, "task: 'mqra' is not known; did you mean 'mqar'?"),
-        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but that is 1 step for rows.elita, not more than its"),
+        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but for rows.elita that is 1 step, all in its warm-up"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(

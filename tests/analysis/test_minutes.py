@@ -159,7 +159,7 @@ def test_a_small_text_ends_early_and_says_so(picked: Callable[..., Pick], monkey
     assert plan.minutes == 600
     assert whole.tokens == MOST_PASSES * whole.train_tokens
     assert plan.num_steps * plan.batch_size * positions == pytest.approx(whole.tokens, rel=0.02)
-    assert "passes over this text would overfit, so the run ends after 5, in about" in whole.remarks[0]
+    assert "passes over this text would overfit, so the run ends after 5 passes, in about" in whole.remarks[0]
     monkeypatch.setattr(picking, "step_seconds", lambda *words: 2.0)
     part = picked(1)
     assert part.tokens < 0.2 * whole.tokens

@@ -212,8 +212,8 @@ def test_this_machine_is_measured(kind: str, steps_measured: list[tuple[int, str
     assert (found.seconds_per_step, found.ways[0].hours) == (pytest.approx(0.4), pytest.approx(90 * 0.4 / 3600))
     assert {number for number, _ in steps_measured} == {4}  # twice in each step
     assert kind == "here" or {device for _, device in steps_measured} == {"cpu"}
-    assert "measured on this machine" in describe_plan(found)["time per step, computing"]
-    assert describe_plan(found)["time per step, computing"].startswith("400 ms: ")
+    assert "measured on this machine" in describe_plan(found)["time per step, without waiting"]
+    assert describe_plan(found)["time per step, without waiting"].startswith("400 ms: ")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_step_that_would_take_long_is_estimated(
     found = plan(recipe(**changes), kind="cpu", **settings)
     assert steps_measured == []
     efficiency = settings.get("efficiency", 0.4)
-    assert found.basis == f"{efficiency:.0%} of the speed of matrix products on this machine is assumed"
+    assert found.basis == f"assumed to be {efficiency:.0%} of the speed of matrix products on this machine"
     assert found.seconds_per_step == pytest.approx(found.tokens_per_step * found.flops_per_token / 1e11 / efficiency)
 
 

@@ -232,7 +232,7 @@ def test_json_is_what_is_written(run_folder: Callable[[str], Path], cli: Call, t
 def test_a_model_that_gives_no_weights_away_shows_removal(explained: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multilin.analysis.explain.explanation.attentions", lambda *_: [])
     content, page, shown = explained("gpt2")
-    assert content["finding"].startswith("This model has no readable attention weights; the effect of")
+    assert content["finding"].startswith("This model has no readable attention weights; only the effects of")
     assert content["steps"] == []
     assert content["finding"] in " ".join(shown.split())
     assert content["finding"] in page

@@ -151,7 +151,7 @@ def test_doctor_warns_about_a_slow_op(monkeypatch: pytest.MonkeyPatch, cli: Call
     fast = Backend("fast", lambda: None, why_not=lambda: "numba is not installed")
     slow = Backend("reference", lambda: None)
     monkeypatch.setattr(machine, "all_ops", lambda: {"some_op": Op("some_op", [fast, slow])})
-    expected = "some_op uses its reference, which is slow (fast: numba is not installed)"
+    expected = "some_op uses its slow implementation, reference (fast: numba is not installed)"
     assert expected in json.loads(cli("doctor", "--json"))["warnings"]
     assert expected in cli("doctor")
 

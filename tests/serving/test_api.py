@@ -340,7 +340,7 @@ def test_a_prompt_may_be_as_long_as_the_server_allows(start: Start) -> None:
     brief.post("/v1/completions", prompt="abcdefg", max_tokens=2)  # with the token of its start
     for prompt in ("abcdefgh", "x" * 99):
         error = brief.call("POST", "/v1/completions", {"prompt": prompt}, status=400)["error"]
-        assert error["message"] == f"prompt: {len(prompt) + 1} tokens to read, but this server reads at most 8"
+        assert error["message"] == f"prompt: {len(prompt) + 1} tokens to read, but a request may have at most 8"
 
 
 def test_what_is_no_request_of_ours(server: Server, start: Start) -> None:

@@ -30,7 +30,7 @@ class LayerInfo:
 
     options: options of the layer, as in config.json.
     state_bytes: bytes of the state after one token.
-    state_growth: further bytes of the state for each further token; 0 for a state of constant size.
+    state_growth: bytes that each further token adds to the state; 0 for a state of constant size.
     """
 
     index: int
@@ -47,9 +47,9 @@ class ModelInfo:
 
     parameters: number of all parameters; a tensor that is used twice (tied output) counts once.
     embedding_parameters: number of parameters in embeddings and the output projection.
-    flops_per_token: floating-point operations to read the second token of a text and predict the next: matrix
-        products and attention, a multiplication and an addition count as two; pointwise work is not counted.
-    flops_growth: further operations for each further token that was read before.
+    flops_per_token: floating-point operations of matrix products and attention to read the second token of a text. A
+        multiplication and an addition count as two; pointwise operations are not counted.
+    flops_growth: operations that each further earlier token adds.
     state_bytes, state_growth: as for a layer, for all layers together.
     longest_text: largest number of tokens the model can read; None for no limit.
     """
@@ -69,7 +69,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
     """Describe the model in a folder, or a new model of an architecture with these sizes.
 
     Returns:
-        The description, and the architecture if `name` is one of ours (not a folder, not a baseline).
+        The description, and the architecture if `name` is an architecture of multilin.
 
     Raises:
         InputError: neither a folder nor a known model, or sizes that do not fit.
@@ -88,7 +88,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
         f"vocabulary of {sizes.vocab_size} given, but this model",
         parameter_bytes(model),
     )
-    # The values of the weights do not matter here, and to draw them would take most of the time and all the memory.
+    # The weights stay uninitialised: their values do not matter, and drawing them would take most of the time.
     model.to_empty(device="cpu").tie_weights()
     return describe_model(model), architectures().get(name)
 
@@ -96,7 +96,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
 def describe_model(model: PreTrainedModel) -> ModelInfo:
     """Count a model's parameters, and measure the operations and the state of two decoding steps.
 
-    The second step measures the growth. A model that reads at most two tokens has no second step and no growth.
+    The second step shows the growth. For a model that reads at most two tokens it is left out, and the growth is 0.
     """
     longest = longest_text(model.config)
     flops, states = _decoding_costs(model, 1)
@@ -118,7 +118,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
 
 def _layers(model: PreTrainedModel, states: list[int], next_states: list[int]) -> list[LayerInfo]:
     stack = layers_of(model)
-    # Models of multilin list their layers; other models have layers of one kind and no options per layer.
+    # Models of multilin list their layers; in other models all layers are of one kind, without options.
     entries = getattr(model.config, "layers", None) or [{"architecture": model.config.model_type}] * len(stack)
     return [
         LayerInfo(
@@ -150,9 +150,9 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
     """Floating-point operations of training per token, in blocks of `length` tokens.
 
     This is three times the operations of the matrix products of one forward pass, as PyTorch counts them (a
-    multiplication and an addition are two). A weight counts 6 per token. Attention of GPT-2 and Llama and causal mixing
-    count the whole square of the block, windowed attention its tiles. Running means, norms, activations and
-    recomputation are not counted. The model must be on the CPU, where PyTorch computes every product.
+    multiplication and an addition are two). Each weight counts as 6 per token. Attention of GPT-2 and Llama and causal
+    mixing count as if every token read all tokens of the block; windowed attention counts only the tiles that it
+    computes. Running means, norms, activations and recomputation are not counted. The model must be on the CPU.
     """
     ids = torch.zeros((1, length), dtype=torch.long)
     return BACKWARD_AND_FORWARD * float(forward_flops(model, ids, use_cache=False)) / length
@@ -165,7 +165,7 @@ def state_bytes(cache: Cache) -> list[int]:
 
 
 def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[int]]:
-    """Floating-point operations to read one token after `num_read` others, and the `state_bytes` before it."""
+    """Measure the operations to read one token after `num_read` others, and the `state_bytes` before this token."""
     ids = torch.zeros((1, num_read), dtype=torch.long, device=model.device)
     with evaluation_mode(model), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -175,8 +175,8 @@ def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[in
 
 def forward_flops(model: nn.Module, ids: Tensor, **arguments: Any) -> int:
     """Floating-point operations in the products of one forward pass; the model gets `arguments`."""
-    # PyTorch does not count fused attention on every device, so plain attention is used. It does not count integer
-    # products either; they are counted from the shapes of their factors.
+    # PyTorch does not count fused attention on every device, so plain attention is used. Integer products, which
+    # PyTorch does not count either, are counted here from the shapes of their factors.
     products = {torch.ops.aten._int_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1]}
     counter = FlopCounterMode(display=False, custom_mapping=products)
     with evaluation_mode(model), counter, sdpa_kernel(SDPBackend.MATH):

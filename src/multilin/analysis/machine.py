@@ -1,4 +1,4 @@
-"""The properties of this machine that decide how fast models run, and its memory allocator."""
+"""The properties of this machine that decide how fast models run, and settings of its memory allocator."""
 
 import ctypes
 import importlib.metadata
@@ -33,12 +33,12 @@ class Checkup:
     """The properties of this machine.
 
     versions: package to version, or None where it is not installed.
-    device: the device that models run on. threads: PyTorch's threads on the CPU. cores: usable by this process.
+    device: the device that models run on. threads: PyTorch's threads on the CPU. cores: cores for this process.
     precision: the precision that `precision: auto` chooses here.
     cpu_features: the processor's instruction sets among CPU_FEATURES.
-    freed_memory: whether the command line keeps freed memory, see `keep_freed_memory`.
+    freed_memory: whether the command line keeps freed memory, in words, see `keep_freed_memory`.
     backends: op to the name of its implementation on the device.
-    gpu_backends: op to its GPU implementation, if it has one, and why it is not used here.
+    gpu_backends: op to the name of its GPU implementation, and the reason if it is not used here.
     warnings: sentences about what makes this machine slow.
     """
 
@@ -57,13 +57,13 @@ class Checkup:
 
 
 def examine() -> Checkup:
-    """Look at this machine."""
+    """Find the properties of this machine."""
     device = accelerator_or_cpu()
     cores = available_cores()
     backends = {name: op.backend_for(device) for name, op in all_ops().items()}
     gives_back, capabilities = why_not(), torch.cpu.get_capabilities()
     warnings = [
-        f"{name} uses its {backend.name}, which is slow{reasons}"
+        f"{name} uses its slow implementation, {backend.name}{reasons}"
         for name, backend in backends.items()
         if (reasons := _reasons(name, device))
     ]
@@ -91,7 +91,7 @@ def _reasons(op: str, device: torch.device) -> str:
 
 
 def _gpu_backends() -> dict[str, str]:
-    """The preferred GPU implementation of each op that has one, and why it is not used here."""
+    """The preferred GPU implementation of each op that has one, and the reason if it is not used here."""
     preferred: dict[str, str] = {}
     for name, op in all_ops().items():
         if backend := next((backend for backend in op.backends if backend.device == "cuda"), None):
@@ -101,7 +101,7 @@ def _gpu_backends() -> dict[str, str]:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def cpu_name() -> str:
 
 
 def why_not() -> str | None:
-    """Why this process gives freed memory back to the system; None if it can keep freed memory."""
+    """The reason why this process returns freed memory to the system; None if it can keep the memory."""
     if os.environ.get(VARIABLE) == "system":
         return f"{VARIABLE}=system is set"
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
@@ -133,11 +133,11 @@ def why_not() -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep up to 2 GB of freed memory, and blocks of up to 1 GB in it, unless there is a reason not to.
+    """Let glibc keep up to 2 GB of freed memory, with blocks of up to 1 GB, unless `why_not` gives a reason.
 
-    By default glibc gives every tensor above 32 MB back to the system when it is freed, and every page of the next one
-    costs a fault: adding 1 to 64 MB takes 15 ms instead of 2.4, a training step up to 1.7 times as long. The command
-    line calls this; a program that imports multilin keeps its own settings.
+    By default glibc returns the memory of every tensor above 32 MB to the system when the tensor is freed. Each page of
+    the next tensor then costs a page fault, which makes a training step up to 1.7 times as long. The command line calls
+    this function; a program that imports multilin keeps its own settings.
     """
     if why_not() is None:
         mallopt = ctypes.CDLL(None).mallopt

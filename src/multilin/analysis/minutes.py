@@ -2,7 +2,7 @@
 
 Each row of the table is a model size and the fewest training tokens for which that size pays. Sizes are measured on
 this machine, the smallest first; the largest size that reads enough tokens in the time is picked. A small text limits
-the choice: the parameters per byte, the passes, and the vocabulary, by the square root of the text's bytes.
+the parameters and the passes over the text, and its square root limits the vocabulary.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from multilin.training.time_limit import ENDING, FIRST_SAVE
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A row of the table: width, depth and vocabulary, for runs of at least `fewest_tokens` training tokens."""
+    """A row of the table: a model size for runs of at least `fewest_tokens` training tokens."""
 
     fewest_tokens: float
     hidden_size: int
@@ -52,26 +52,26 @@ TABLE = (
     Size(12e6, 192, 4, 8192), Size(22e6, 256, 4, 8192), Size(32e6, 256, 6, 8192), Size(8e7, 320, 6, 8192),
     Size(1.6e8, 384, 8, 8192), Size(2.4e8, 512, 8, 8192), Size(5e8, 640, 8, 8192),
 )  # fmt: skip
-"""The smallest first. From the runs in results/minutes.md; rows with 6 and 8 layers are extrapolated."""
-ARCHITECTURE = "tscale"  # has the lowest bits per byte in results/compare.md
+"""Model sizes, the smallest first, from the runs in results/minutes.md; those with 6 and 8 layers are extrapolated."""
+ARCHITECTURE = "tscale"  # with the lowest bits per byte in results/compare.md
 VOCABULARIES = 512, 1024, 2048, 4096, 8192
-ENTRIES = 3.0  # largest vocabulary that a text fills well, divided by the square root of its bytes
+ENTRIES = 3.0  # most vocabulary entries, divided by the square root of the text's bytes
 MOST_PASSES = 5
-MOST_PARAMETERS = 2 / 3  # per byte of text, outside embeddings and output
+MOST_PARAMETERS = 2 / 3  # parameters per byte of text, without embeddings and output
 SHORT_RUN = 4, 256  # blocks in a step, and tokens in a block
 LONG_RUN, LONG_TOKENS = (8, 512), 4_000_000  # for runs of at least LONG_TOKENS; larger steps are faster
 WARMUP_SHARE, LONGEST_WARMUP = 0.04, 100
-BY_HEART = 1.0  # parameters per byte times (passes - 1), from which TScale overfits without a strong weight decay
-BY_HEART_DECAY = 0.05  # in steps of `SHORT_RUN`
+BY_HEART = 1.0  # parameters per byte times (passes - 1) from which TScale needs a stronger weight decay
+BY_HEART_DECAY = 0.05  # the stronger weight decay, in steps of `SHORT_RUN`
 
-COUNTED_BYTES = 10**8  # of a text: about what a small machine reads in some hours
-COUNTED_NGRAMS = 300_000  # for the counting model of three tokens
-MEASURING_SHARE = 0.25  # of the whole time, after which measuring the machine stops
-TRAINING_SHARE = 0.9  # of the time left once the text is ready; the rest is for validating, saving and loading
-VALIDATIONS = 4  # before the last one
+COUNTED_BYTES = 10**8  # a text is counted up to this size, about what a small machine reads in some hours
+COUNTED_NGRAMS = 300_000  # n-grams for the counting model of three tokens
+MEASURING_SHARE = 0.25  # share of the whole time after which measuring the machine stops
+TRAINING_SHARE = 0.9  # share of the remaining time for steps; the rest is for validating, saving and loading
+VALIDATIONS = 4  # validations before the last one
 VALIDATED_SHARE, FEWEST_VALIDATED, MOST_VALIDATED = 0.05, 10_000, 100_000  # tokens; the share is of training tokens
-MINUTES_BETWEEN_SAVES = 3  # at most
-START_AND_END = 10.0  # seconds of a run before its first step and after its last one, at least
+MINUTES_BETWEEN_SAVES = 3  # at most, of saving the run
+START_AND_END = 10.0  # least seconds of a run before its first step and after its last one, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Candidate:
 class Pick:
     """A recipe for a number of minutes, and the figures that decided it.
 
-    recipe: ready to be trained; it ends after the minutes, or after `MOST_PASSES`.
+    recipe: the resolved choice; its run ends after the minutes, or after `MOST_PASSES` passes over the text.
     candidate: the size that was picked. tokens: training tokens of the run.
     train_tokens, train_bytes: size of the training text. trigram: bits per byte of a counting model of three tokens.
     remarks: sentences for the user.
@@ -103,7 +103,7 @@ class Pick:
 
     @property
     def with_steps(self) -> Recipe:
-        """The recipe with the number of steps that about fits into the minutes, instead of the minutes."""
+        """The recipe with a number of steps that needs about the minutes, instead of `training.minutes`."""
         training = self.recipe.training
         blocks = training.global_batch_size or training.batch_size
         steps = max(1, round(self.tokens / (blocks * self.recipe.model.n_positions)))
@@ -116,11 +116,11 @@ def pick(
     """Choose the fields that are not given, for a run of some minutes.
 
     Args:
-        name: a recipe to keep, or None.
-        changes: dotted fields of the recipe to keep, to their values.
+        name: a recipe whose fields are kept, or None.
+        changes: dotted fields of the recipe that are given, to their values.
         minutes: time that the whole command may take.
-        began: `time.monotonic()` when it began.
-        progress: told what is being done.
+        began: `time.monotonic()` at the start of the command.
+        progress: shows the present work.
 
     Raises:
         InputError: a recipe or a text that cannot be used, a field that `--minutes` decides, or too little time.
@@ -157,7 +157,7 @@ def pick(
 
 
 def choose(measured: Iterable[Candidate], seconds: float, train_bytes: int) -> Candidate:
-    """The largest of one or more candidates, smallest first, for which time and text are enough."""
+    """Of candidates in order of size, return the largest for which time and text suffice, else the smallest."""
     smallest, *larger = measured
     best = smallest
     for one in larger:
@@ -167,7 +167,7 @@ def choose(measured: Iterable[Candidate], seconds: float, train_bytes: int) -> C
 
 
 def count_bytes(data: DataRecipe) -> int:
-    """Bytes of a text, counted up to about `COUNTED_BYTES`.
+    """Count the bytes of a text, up to about `COUNTED_BYTES`.
 
     Raises:
         InputError: the text cannot be read.
@@ -184,11 +184,11 @@ def count_bytes(data: DataRecipe) -> int:
 def recipe_values(
     architecture: str, size: Size, steps: float, step: tuple[int, int], is_known_by_heart: bool = False
 ) -> dict[str, Any]:
-    """The recipe of a run of about `steps` steps, each of `step` blocks and tokens: dotted fields to values.
+    """The dotted fields and values of a run of about `steps` steps, each of `step` (blocks, tokens per block).
 
-    Options, optimizer and learning rate are the architecture's in `multilin compare`, which tuned all alike in steps of
-    `SHORT_RUN`. In larger steps the rate grows with the square root of the tokens, as usual for Adam, and so does the
-    stronger weight decay of a TScale that would learn its text by heart.
+    Options, optimizer and learning rate are those of the architecture in the built-in sweep, which were tuned in steps
+    of `SHORT_RUN`. For larger steps the rate grows with the square root of the tokens in a step, as usual for Adam. So
+    does the stronger weight decay, which a TScale gets that would learn its text by heart.
     """
     sweep = builtin_sweep()
     row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
@@ -214,7 +214,7 @@ def recipe_values(
 
 
 def _training_seconds(minutes: float, began: float) -> float:
-    """Seconds that remain for training steps, without the time that a run reserves for its end.
+    """The seconds that remain for training steps, without the time that a run reserves for its end.
 
     Raises:
         InputError: the time is too short to train.
@@ -227,7 +227,7 @@ def _training_seconds(minutes: float, began: float) -> float:
 
 
 class _Picker:
-    """The fields that are given, and recipes that add the others."""
+    """Makes recipes from the given fields, and chooses the other fields."""
 
     def __init__(self, name: str | None, changes: Mapping[str, Any]) -> None:
         self.name, self.changes, self.given = name, changes, given_fields(name, changes)
@@ -245,14 +245,14 @@ class _Picker:
         if num_processes() > 1:
             raise InputError("--minutes: works in one process only; under torchrun, give --training.minutes")
         if is_task(self.base.data.name):
-            raise InputError(f"data.source: {self.base.data.name} is a task, but {minutes}; give --training.minutes")
+            raise InputError(f"data.source: {self.base.data.name} given with --minutes; give --training.minutes")
         if self.base.model.start is not None:
-            raise InputError(f"model.start: {self.base.model.start} given, but {minutes}; give --training.minutes")
+            raise InputError(f"model.start: {self.base.model.start} given with --minutes; give --training.minutes")
         self.given_vocabulary = find_vocab_size(self.base) if self._has_tokenizer else self.base.tokenizer.vocab_size
         check_model(resolve_recipe(self.recipe(self.sizes(BYTE_VOCAB_SIZE)[0])))
 
     def sizes(self, most_entries: float) -> list[Size]:
-        """The table's rows with the given fields and vocabularies of at most `most_entries`, the smallest first."""
+        """The rows of the table, the smallest first, with the given fields and at most `most_entries` tokens."""
         found: dict[tuple[int, int], Size] = {}
         for row in TABLE:
             width = self.given.get("model.hidden_size") or row.hidden_size
@@ -262,12 +262,12 @@ class _Picker:
         return list(found.values())
 
     def _vocabulary(self, most: float) -> int:
-        """The largest vocabulary of at most `most` entries; if there is none, bytes where they are allowed."""
+        """The largest of VOCABULARIES up to `most`; if none is, bytes, or without bytes the smallest vocabulary."""
         fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else VOCABULARIES[0]
         return max((size for size in VOCABULARIES if size <= most), default=fewest)
 
     def read_text(self, vocab_size: int, progress: TrainingProgress) -> PreparedText:
-        """The text with a vocabulary of this size, or the largest that the text supports."""
+        """Read the text with a vocabulary of this size, or the largest one that the text supports."""
         try:
             return self._read(vocab_size, progress)
         except VocabularyTooLarge as error:
@@ -281,7 +281,7 @@ class _Picker:
         return read_text(self.recipe(size), progress.prepare)
 
     def measure(self, train_bytes: int, seconds: float, until: float) -> Iterator[Candidate]:
-        """Measure the smallest size, then larger ones until memory, text or time is too small for one."""
+        """Measure the smallest size, then larger sizes until memory, text or time is too small for the next."""
         memory = available_memory() or math.inf
         for number, size in enumerate(self.sizes(ENTRIES * math.sqrt(train_bytes))):
             needed, parameters = self._count(size)
@@ -294,14 +294,14 @@ class _Picker:
                 return
 
     def measured(self, size: Size, until: float) -> Candidate:
-        """A size with the speed of its training steps on this machine."""
+        """Measure the speed of a size in training on this machine."""
         recipe = self.recipe(size)
         seconds = step_seconds(recipe, size.vocab_size, until, accelerator_or_cpu())
         tokens = recipe.training.batch_size * recipe.model.n_positions
         return Candidate(size, self._count(size)[1], tokens / seconds)
 
     def _count(self, size: Size) -> tuple[float, int]:
-        """Bytes that training needs at least, and parameters outside embeddings and output."""
+        """The least bytes that training needs, and the number of parameters outside embeddings and output."""
         recipe = resolve_recipe(self.recipe(size))
         with torch.device("meta"):
             model = create_network(recipe, size.vocab_size, None)

@@ -1,8 +1,8 @@
 """Estimates of a training run: memory, network traffic, time and size of checkpoints.
 
-Weights, gradients, the optimizer's numbers, floating-point operations and the bytes that devices send each other are
-counted from the model. Activations are estimated as in `multilin.model.memory`. Times come from training steps
-measured on this machine; for other devices, from an assumed share of their peak speed.
+Weights, gradients, optimizer state, floating-point operations and the bytes that devices send each other are counted
+from the model. Activations are estimated as in `multilin.model.memory`. For this machine, times come from training
+steps that are measured; for other devices, from an assumed share of their peak speed.
 """
 
 import statistics
@@ -68,12 +68,12 @@ DEVICES = {
     "h200": Device("NVIDIA H200 SXM", 141e9, 989e12, 67e12, 450e9),
     "a100": Device("NVIDIA A100 SXM 80 GB", 80e9, 312e12, 19.5e12, 300e9),
 }
-"""From NVIDIA's data sheets: dense tensor cores, NVLink."""
+"""GPUs with figures of NVIDIA's data sheets, for dense matrices and for NVLink."""
 ETHERNET = 1.25e9
-"""Bytes per second of 10 Gbit/s, the network assumed between machines like this one."""
+"""Bytes per second of a network of 10 Gbit/s, which is assumed between machines like this one."""
 EFFICIENCY = 0.4  # share of a device's peak that training is assumed to reach
-WARM_UP_STEPS, FEWEST_STEPS = 2, 5  # steps before the measured ones, and measured at least
-MEASURED_SECONDS, LONGEST_STEP = 1.0, 5.0  # of training here; a step expected to be longer is not tried
+WARM_UP_STEPS, FEWEST_STEPS = 2, 5  # unmeasured steps first, then at least so many measured
+MEASURED_SECONDS, LONGEST_STEP = 1.0, 5.0  # seconds that are measured; longest step to try
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class WayPlan:
     sent_bytes: bytes that a device sends in one step.
     communication_seconds: time to send these bytes at the full speed of the link.
     is_hidden: whether they can be sent while the device computes.
-    tokens_per_second: of all devices together.
+    tokens_per_second: training tokens per second of all devices together.
     hours, device_hours: duration of the run, and its sum over all devices.
-    cost: price of the device hours; None without a price.
+    cost: price of the device hours; None if no price was given.
     """
 
     way: str
@@ -107,14 +107,14 @@ class WayPlan:
 class TrainingPlan:
     """The estimate for a run on several devices.
 
-    flops_per_token: floating-point operations of training, see `training_flops_per_token`; the figure is for
-        full training, of which adapters save up to a third.
+    flops_per_token: operations of training without adapters, see `training_flops_per_token`; with adapters, training
+        needs up to a third less.
     weight_bytes, gradient_bytes, optimizer_bytes: bytes of the whole model, on one device.
-    activation_bytes: estimated bytes of one pass on one device, with the logits that the loss holds.
-    checkpoint_bytes: bytes of a checkpoint: weights, or adapters alone, and optimizer state.
+    activation_bytes: estimated bytes of activations of one pass on one device, with the logits for the loss.
+    checkpoint_bytes: bytes of a checkpoint: the weights or only the adapters, and the optimizer state.
     tokens: training tokens of the whole run.
-    seconds_per_step: time of a step on a device that does not wait for others.
-    basis: how this time was found, in words.
+    seconds_per_step: seconds of a step, without waiting for other devices.
+    basis: how seconds_per_step was found, in words.
     """
 
     device: Device
@@ -176,14 +176,14 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
         fits = device.memory is None or weights + gradients + optimizer + activations <= device.memory
         if fits and seconds / EFFICIENCY <= LONGEST_STEP:
             one_pass = replace(recipe, training=replace(training, batch_size=batch_size))
-            step_seconds(one_pass, vocab_size, 0.0, target)  # one step, in which kernels may be compiled
+            step_seconds(one_pass, vocab_size, 0.0, target)  # the first step may compile kernels
             seconds = step_seconds(one_pass, vocab_size, time.monotonic() + MEASURED_SECONDS, target)
             basis = "training steps of this model, measured on this machine"
     if not basis:
         efficiency = settings.efficiency or EFFICIENCY
         seconds /= efficiency
         peak = "speed of matrix products on this machine" if is_here else "peak of the device"
-        basis = f"{efficiency:.0%} of the {peak} is assumed"
+        basis = f"assumed to be {efficiency:.0%} of the {peak}"
     steps = training.num_steps
     if training.minutes is not None:
         steps = max(1, min(steps, int(60 * training.minutes / (seconds * passes))))
@@ -202,9 +202,9 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
 
 
 def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.device) -> float:
-    """Median seconds of a recipe's training step, on random tokens.
+    """Measure the median seconds of a recipe's training steps, on random tokens.
 
-    until: `time.monotonic()` after which at most one step is made.
+    until: value of `time.monotonic()` after which no further step begins; at least one step is made.
     """
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
@@ -225,7 +225,7 @@ def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.de
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()  # waits for a GPU
+        loss.item()  # waits until a GPU is done
         seconds.append(time.monotonic() - step)
         begin = time.monotonic() if len(seconds) == WARM_UP_STEPS else begin
     return statistics.median(seconds[WARM_UP_STEPS:] or seconds[-1:])
@@ -235,15 +235,15 @@ def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 
     """Bytes that each device sends in one step.
 
     With P float32 bytes of parameters and N devices, a reduce-scatter or an all-gather of P bytes sends P (N - 1) / N
-    from each. An all-reduce is both; the int8 hook is both with 1.03 instead of 4 bytes for a number. FSDP gathers
-    each layer before its forward and before its backward pass, the rest once, and reduces all gradients, in every pass.
+    from each. An all-reduce is both; with communication int8, a number has 1.03 bytes instead of 4. In every pass, FSDP
+    gathers each layer before its forward and before its backward pass, the others once, and reduces all gradients.
 
     Args:
         way: `ddp`, `int8` or `fsdp`.
         layers, rest: float32 bytes of the parameters of all layers, and of the others.
         devices: number of devices that train together.
         passes: forward passes of one step.
-        gathered: bytes of a gathered number of a layer, relative to float32.
+        gathered: bytes in which a number of a layer is gathered, relative to float32.
     """
     share = (devices - 1) / devices
     if way == "fsdp":
@@ -252,18 +252,18 @@ def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 
 
 
 def _way(way: str, plan: TrainingPlan, layers: list[int], gathered: float, passes: int, price: float | None) -> WayPlan:
-    """One way to train; `layers` are the bytes of each layer's parameters."""
+    """Estimate one way to train; `layers` has the bytes of each layer's parameters."""
     devices = plan.devices
-    rest = (plan.weight_bytes if way == "fsdp" else plan.gradient_bytes) - sum(layers)  # else only gradients are sent
+    rest = (plan.weight_bytes if way == "fsdp" else plan.gradient_bytes) - sum(layers)  # others send only gradients
     held = plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes
     if way == "fsdp" and devices > 1:
-        # Two layers' weights and one layer's gradients are whole at a time; parameters outside layers always are.
+        # A device holds two layers' weights and one layer's gradients unsharded, and all parameters outside layers.
         held = held // devices + int((2 * gathered + 1) * max(layers)) + 2 * rest
     elif devices > 1:
-        held += plan.gradient_bytes  # a second time, in the buckets that are sent
+        held += plan.gradient_bytes  # the buckets that are sent are copies of the gradients
     sent = sent_bytes(way, sum(layers), rest, devices, passes=passes, gathered=gathered)
     sending = sent / plan.device.link
-    # Gradients are sent during the last backward pass, two thirds of its work; FSDP gathers weights all the time.
+    # Gradients are sent during the last backward pass, two thirds of the pass; FSDP sends during the whole step.
     room = plan.seconds_per_step if way == "fsdp" else plan.seconds_per_step / passes * 2 / 3
     step = plan.seconds_per_step + max(sending - room, 0.0)
     hours = plan.steps * step / 3600
@@ -294,19 +294,19 @@ def find_vocab_size(recipe: Recipe) -> int:
 
 
 def _this_machine(device: torch.device, is_single: bool) -> Device:
-    """A device of this machine; `half` and `single` are both the speed of the numbers that are asked for."""
+    """This machine as a device. Only one speed is measured: float32 if `is_single`, else bf16; both fields hold it."""
     rate = _product_rate(torch.float32 if is_single else torch.bfloat16, device)
     return Device(f"this machine, {device_name(device)}", available_memory(device), rate, rate, ETHERNET)
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations per second of matrix products on this machine."""
+    """Measure the floating-point operations per second of matrix products on this machine."""
     matrix = torch.ones(1024, 1024, dtype=dtype, device=device)
     return 2 * len(matrix) ** 3 / min(timeit.repeat(lambda: (matrix @ matrix)[0, 0].item(), number=1))
 
 
 def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
-    """Floating-point operations of training on a token; the weights take memory only if the model looks at values."""
+    """Count the operations of training on a token; weights need memory only if a forward pass looks at values."""
     length = recipe.model.n_positions
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -317,14 +317,14 @@ def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
 
 
 def describe_plan(plan: TrainingPlan) -> dict[str, str]:
-    """The figures that are the same for all ways, by name, as text."""
+    """The figures that do not depend on the way to train, as name to text."""
     each = "" if plan.device.memory is None else f", {decimal(int(plan.device.memory))} each"
     return {
         "device": f"{plan.devices} x {plan.device.name}{each}",
         "parameters": f"{plan.parameters:,}, with a vocabulary of {plan.vocab_size:,}",
         "training FLOPs per token": f"{plan.flops_per_token:,.0f}",
         "tokens": f"{plan.tokens:,}: {plan.steps:,} steps of {plan.tokens_per_step:,}",
-        "time per step, computing": f"{duration(plan.seconds_per_step)}: {plan.basis}",
+        "time per step, without waiting": f"{duration(plan.seconds_per_step)}: {plan.basis}",
         "bytes of a checkpoint": decimal(plan.checkpoint_bytes),
         "memory without sharding": ", ".join(
             f"{name} {decimal(getattr(plan, f'{name}_bytes'))}"

@@ -1,4 +1,4 @@
-"""Rounding to int8 after training: a smaller copy of a run, and the score of both."""
+"""Rounding to int8 after training: a smaller copy of a run, and the scores of run and copy."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ class Quantized:
 def quantize_run(
     path: str | Path, output: str | Path | None, settings: EvaluationSettings, progress: Progress
 ) -> Quantized:
-    """Save a copy of a run with the matrices of all layers rounded to int8, and score both.
+    """Save a copy of a run with the matrices of all layers rounded to int8, and score run and copy.
 
-    Each matrix has one scale. Embedding, output, norms and biases are not changed. The copy multiplies in int8 wherever
-    it is used; it cannot be trained.
+    Each matrix has one scale. Embedding, output, norms and biases are not changed. The copy always
+    multiplies in int8; it cannot be trained.
 
     Args:
         path: folder of a trained model.
-        output: folder of the copy, new or empty; None makes one beside the run, its name plus "-int8".
+        output: folder of the copy, new or empty; None makes one beside the run, with "-int8" added to its name.
         settings: the text to score on.
-        progress: called at intervals while both are scored.
+        progress: called at intervals while run and copy are scored.
 
     Raises:
         InputError: `path` has no model of multilin or one that is int8 already, or `output` is not empty.
@@ -57,7 +57,7 @@ def quantize_run(
     run = load_run(folder)
     _check(run)
     before = break_down_run(run, settings, progress=progress).evaluation
-    weights = {weight.data_ptr(): weight.nbytes for weight in run.model.state_dict().values()}  # tied ones once
+    weights = {weight.data_ptr(): weight.nbytes for weight in run.model.state_dict().values()}  # no tied one twice
     arithmetic = dataclasses.replace(run.model.arithmetic, products="int8", backward="float", stored_as_int8=True)
     run.model.set_arithmetic(arithmetic)
     save_run(run, target)

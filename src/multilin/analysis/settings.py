@@ -1,4 +1,4 @@
-"""Settings of evaluate, explain and plan. Nothing heavy is imported: the command line reads them before PyTorch."""
+"""Settings of evaluate, explain and plan. The module does not import PyTorch, so that `--help` is fast."""
 
 from dataclasses import field
 from typing import Literal
@@ -32,7 +32,7 @@ class PlanSettings:
     """The devices that a run would be trained on."""
 
     devices: bounds.Count = 1  # devices that train together
-    kind: Literal["here", "cpu", "h200", "a100"] = "here"  # of device: this machine, its CPU, or a GPU
+    kind: Literal["here", "cpu", "h200", "a100"] = "here"  # kind of device: this machine, its CPU, or a GPU
     efficiency: bounds.Share | None = None  # share of peak speed in training; by default measured here, else 0.4
     price: bounds.Positive | None = None  # price of one device for one hour
 

@@ -16,7 +16,7 @@ def asset(name: str) -> str:
 
 
 def render(name: str, **values: Any) -> str:
-    """Fill a template with values: HTML escapes them, Markdown uses the filters `text`, `cell` and `block`."""
+    """Fill a template. HTML templates escape values; Markdown templates use the filters `text`, `cell` and `block`."""
     return _environment().get_template(name).render(values)
 
 
@@ -44,7 +44,7 @@ def _as_cell(text: str) -> str:
 
 
 def _as_block(text: str, language: str) -> str:
-    """A Markdown block of code, with a fence longer than any in the text."""
+    """A Markdown code block, with a longer fence than any in the text."""
     fence = "```"
     while fence in text:
         fence += "`"

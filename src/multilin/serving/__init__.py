@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server with continuous batching, states that are kept after turns, sessions and forks."""
+"""An OpenAI-compatible server with continuous batching and sessions, which keeps the state after each turn."""

@@ -30,8 +30,8 @@ from multilin.serving.service import Service
 if TYPE_CHECKING:
     from multilin.runs.load import Run
 
-END_SECONDS = 10.0  # for requests to end when the server is stopped
-# A request waits this long while the model is loaded, then it is refused: many clients give up after a minute.
+END_SECONDS = 10.0  # in which requests may end when the server is stopped
+# While the model is loaded, a request waits this long and is then refused. Many clients give up after a minute.
 HELD_SECONDS, HELD_HEALTH_SECONDS = 50.0, 1.5
 MOST_CONNECTIONS = 4096
 
@@ -44,10 +44,10 @@ def create_app(
 
     Args:
         service: the model with its turns and sessions.
-        keys: API keys, of which a request must have one; if there are none, no key is needed.
-        origins: origins of other pages that may call the server.
+        keys: valid API keys, of which every request must have one; if the list is empty, no key is needed.
+        origins: origins of other web pages that may call the server.
         is_loopback: answer only requests whose Host header names this machine, from its own page or `origins`.
-        load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export, which has none.
+        load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export.
         body_bytes: the largest body of a request.
     """
     app = FastAPI(title="multilin", version=multilin.__version__, docs_url=None, redoc_url=None)
@@ -77,12 +77,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 class Server(uvicorn.Server):
-    """An HTTP server in a thread, which listens at once and answers requests when it has an application.
+    """An HTTP server in a thread. It listens at once, and answers requests from the call of `open` on.
 
-    Until then a request waits for at most `HELD_SECONDS`, or `HELD_HEALTH_SECONDS` for `/health`, and gets status 503.
+    Before, a request waits for at most `HELD_SECONDS`, or `HELD_HEALTH_SECONDS` for `/health`, then gets status 503.
 
     Args:
-        listener: a socket that listens.
+        listener: the socket to listen on.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -93,9 +93,9 @@ class Server(uvicorn.Server):
             )
         )  # fmt: skip
         self._app: ASGIApp | None = None
-        self._stop: Callable[[float], object] = float  # does nothing
+        self._stop: Callable[[float], object] = float  # a function without effect
         self._listener = listener
-        self._ended = threading.Event()  # not join: after a signal interrupts it, the thread counts as ended
+        self._ended = threading.Event()  # join would count the thread as ended after a signal
 
     def __enter__(self) -> "Server":
         threading.Thread(target=self._serve_and_end, name="multilin-http", daemon=True).start()
@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
 
     def wait(self) -> None:
         """Wait until SIGINT comes, or another signal whose handler raises an exception."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off for commands that end in &
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for commands with &
         with contextlib.suppress(KeyboardInterrupt):
             self._ended.wait()
 
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
         await (self._app or error_response(still_loading()))(scope, receive, send)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and let requests end: the scheduler ends before connections, so that streams are told."""
+        """Stop listening and let requests end. The scheduler ends before the connections, so that streams can end."""
         ended = asyncio.create_task(asyncio.to_thread(self._stop, END_SECONDS))
         await super().shutdown(sockets)
         await ended

@@ -1,4 +1,4 @@
-"""A client's conversation with a server of multilin, which keeps it as a session."""
+"""The client's side of a conversation that a server of multilin keeps as a session."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from multilin.errors import InputError, shown
 from multilin.inference.generate import DEFAULTS, check_unused
 from multilin.inference.settings import GenerationSettings
 
-TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a server that generates sends something every 10
+TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # seconds; a generating server sends something at least every 10
 Json = dict[str, Any]
 
 
 class Conversation:
-    """A branch of a conversation, which is a session of a server.
+    """A branch of a conversation, kept as a session of a server.
 
     Args:
         client: connection to the server, see `connect`.
@@ -34,10 +34,10 @@ class Conversation:
     def begin(
         cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
     ) -> "Conversation":
-        """Begin with a new session, one that continues the content of a state file, or one that exists.
+        """Begin with a new session, with one from the content of a state file, or with an existing one.
 
         Raises:
-            InputError: a setting would be ignored, or the server does not answer or refuses.
+            InputError: a setting that the server would ignore, or a server that refuses or does not answer.
         """
         check_unused(settings)
         if session is not None:
@@ -76,16 +76,16 @@ class Conversation:
         self._stopping.start()
 
     def _stop(self) -> None:
-        with contextlib.suppress(InputError):  # the answer itself will say so
+        with contextlib.suppress(InputError):  # the answer will show the error
             _call(self._client, "POST", f"/v1/sessions/{self.session}/stop")
 
     def fork(self) -> "Conversation":
-        """Another branch that begins as a copy of this one."""
+        """Return a new branch that begins as a copy of this one."""
         identity = _call(self._client, "POST", f"/v1/sessions/{self.session}/fork", json={})
         return Conversation(self._client, self._settings, identity)
 
     def rewind(self, num_turns: int) -> None:
-        """Drop the last answers and their messages.
+        """Remove the last answers and their messages.
 
         Raises:
             InputError: the session has fewer turns.
@@ -93,7 +93,7 @@ class Conversation:
         _call(self._client, "POST", f"/v1/sessions/{self.session}/rewind", json={"turns": num_turns})
 
     def state(self) -> bytes:
-        """The content of a state file.
+        """The state after the last answer, as the content of a state file.
 
         Raises:
             InputError: there is no answer yet.
@@ -102,7 +102,7 @@ class Conversation:
 
 
 def connect(address: str, key: str | None, *, is_local: bool = False) -> httpx.Client:
-    """A client of a server.
+    """Return an HTTP client of a server.
 
     Raises:
         InputError: `address` is not the address of a server.
@@ -120,7 +120,7 @@ def connect(address: str, key: str | None, *, is_local: bool = False) -> httpx.C
 
 
 def _fields(settings: GenerationSettings) -> Json:
-    """The fields of a request; settings with their default value are left to the server."""
+    """The fields of a request, without settings that have their default value."""
     fields: Json = {
         "temperature": settings.temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end
     }  # fmt: skip
@@ -170,6 +170,6 @@ def _check_status(response: httpx.Response) -> None:
 def _reaching(client: httpx.Client) -> Iterator[None]:
     try:
         yield
-    except (httpx.HTTPError, UnicodeError) as error:  # UnicodeError: an impossible name, such as a..b
+    except (httpx.HTTPError, UnicodeError) as error:  # UnicodeError: a host name such as a..b
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"target: {client.base_url} does not answer ({reason})") from None

@@ -1,4 +1,4 @@
-"""Errors that the server answers, in the form that OpenAI's clients know."""
+"""Errors with which the server answers, in the form of OpenAI's API."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ class ApiError(Exception):
     Args:
         status: the HTTP status.
         message: one sentence.
-        param: the field that is wrong, if one is.
+        param: the field that is wrong; None if the error is not about a field.
         code: the kind of error in one word, for programs.
         headers: headers of the answer.
     """
@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an exception; the field before the colon of an InputError is its `param`."""
+    """Convert an exception to an ApiError. The text before the colon of an InputError becomes `param`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
@@ -48,8 +48,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first mistake that pydantic found in a body."""
-    # An error inside one member of a union says more than errors that the value is not one of the other members.
+    """Convert one of the mistakes that pydantic found in a body to an ApiError."""
+    # If a field allows several types, an error deep inside a value of one type says more than `not of another type`.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), None)
     first = first or max(errors, key=lambda error: len(_fields(error["loc"])))
     path = [str(part) for part in first["loc"] if part not in ("body", "query")]
@@ -65,7 +65,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         is_unread = isinstance(first.get("input"), bytes)
         hint = "; the header Content-Type should be application/json" if is_unread else ""
         return ApiError(400, f"body: not a JSON object ({message[:100]}){hint}", None, "invalid_json")
-    # Every member of a union has its own error.
+    # A field that allows several types has an error for each of them.
     same = [error for error in errors if _fields(error["loc"])[: len(field)] == field]
     words = list(dict.fromkeys(_accepted(str(error["msg"])) for error in same))
     repeated = "be " if words[0].startswith("be ") else ""
@@ -75,7 +75,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The place of a field in a body, without what pydantic adds after it: members of unions, and entries of lists."""
+    """The place of a field in a body, without the names of types and entries of lists that pydantic adds to it."""
     named = [
         number for number, part in enumerate(location)
         if isinstance(part, str) and re.fullmatch("[a-z_]+", part) and part not in ("str", "int")
@@ -85,7 +85,7 @@ def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
 
 
 def _accepted(message: str) -> str:
-    """The part of pydantic's message that says what a value should be or have: `be a valid string`."""
+    """The part of pydantic's message after `should`, such as `be a valid string`."""
     words = re.sub(r"^[A-Z][a-z]+ should ", "", message)
     return re.sub(r" after validation, not \d+$| or (an )?instance of \w+$", "", words)
 

@@ -1,4 +1,4 @@
-"""Files of the server by name, in a folder of this machine or at any address that fsspec supports."""
+"""A store of the server's files, in a folder of this machine or at any address that fsspec supports."""
 
 import contextlib
 import re
@@ -11,23 +11,23 @@ from multilin.errors import as_input_error, shown
 
 
 def new_id(kind: str) -> str:
-    """An id that cannot be guessed: turn_ or session_ and 128 random bits."""
+    """Make an id that cannot be guessed: `kind`, an underscore and 128 random bits."""
     return f"{kind}_{secrets.token_urlsafe(16)}"
 
 
 def is_id(kind: str, text: str) -> bool:
-    """True if a text has the form of `new_id(kind)`."""
+    """True if a text has the form of an id that `new_id(kind)` makes."""
     return re.fullmatch(rf"{kind}_[A-Za-z0-9_-]{{22}}", text) is not None
 
 
 class Folder(Store):
-    """A folder or an address with files by name; each file is complete or absent.
+    """A folder or an address with files, which are never incomplete.
 
-    A name begins with a kind and random characters, as in turn_4fK.... The files of a kind are spread over subfolders
-    by the first two of these characters, so that each subfolder stays small.
+    The name of a file begins with a kind and random characters, such as turn_4fK. The first two of these characters
+    give the subfolder of the file, so that each subfolder stays small.
 
     Args:
-        address: see `Store`; None keeps the files in memory, where they end with the process.
+        address: see `Store`; None keeps the files in memory until the process ends.
 
     Raises:
         InputError: an address that cannot be opened, or a folder that cannot be written.
@@ -42,7 +42,7 @@ class Folder(Store):
         self._made = set[str]()
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """The bytes of each file whose name begins with `prefix`, which begins with a kind as in `turn_`."""
+        """The sizes of all files whose names begin with `prefix`, such as `turn_` or a longer one."""
         self._files.invalidate_cache()
         try:
             entries = insist(partial(self._files.find, f"{self._root}/{_subfolder(prefix)}", detail=True))
@@ -52,7 +52,7 @@ class Folder(Store):
         return {name: size for name, size in sizes.items() if name.startswith(prefix)}
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None where there is none."""
+        """The content of a file; None if the file does not exist."""
         return super().read(f"{_subfolder(name)}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
@@ -64,14 +64,14 @@ class Folder(Store):
         super().write(f"{folder}/{name}", content)
 
     def remove_unfinished(self, seconds: float) -> None:
-        """Delete hidden files that killed servers did not finish, if they are older than `seconds`."""
+        """Delete hidden files older than `seconds`, which servers that were killed left unfinished."""
         for path in () if self.local is None else self.local.rglob(".*.partial"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - seconds:
                     path.unlink()
 
     def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             insist(partial(self._files.rm_file, f"{self._root}/{_subfolder(name)}/{name}"))
 

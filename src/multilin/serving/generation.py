@@ -1,4 +1,4 @@
-"""Requests for text, and the sequences that answer them, as the event loop sees them."""
+"""Requests for text and their sequences, on the side of the event loop."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ from multilin.serving.scheduler import Scheduler
 from multilin.serving.sessions import Session
 from multilin.serving.turns import Turn
 
-PAUSE, PAUSE_EACH = 0.02, 0.001  # seconds between two pieces of a stream; seconds more for each running sequence
+PAUSE, PAUSE_EACH = 0.02, 0.001  # least seconds between pieces of a stream, and extra seconds per running sequence
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A text to continue.
 
-    text: the prompt in a list of turns.
-    token_ids: tokens of the whole text, or of what comes after `before`.
+    text: the prompt as clients see it in the turn.
+    token_ids: tokens of the whole text, or if there is a turn `before`, the tokens after it.
     before: the turn that is continued.
     messages: all messages of the conversation, if it is one.
     has_start: whether a start token was put before the client's text.
@@ -42,11 +42,11 @@ class Ask:
     kind: see `Turn`.
     settings: settings of the n sequences that continue each prompt.
     max_tokens: most new tokens of each sequence; None takes `default_tokens`, or fewer if the model has less room.
-    limit_name: the field that `max_tokens` came from, for messages.
+    limit_name: the field of the request that gave `max_tokens`, for error messages.
     num_logprobs, prompt_logprobs: see `Job`.
-    store: keep the turns.
+    store: whether the turns are kept.
     session: the session to which the turn is added.
-    is_streamed: send text to the client as it is generated.
+    is_streamed: whether text is sent to the client while it is generated.
     """
 
     kind: str
@@ -65,10 +65,10 @@ class Ask:
 
 @dataclass
 class Result:
-    """A sequence as far as it has been generated.
+    """The part of a sequence that has been generated so far.
 
     tokens: see `Piece`.
-    turn: id of the turn, None if it was not kept.
+    turn: id of the turn; None if the turn was not kept.
     """
 
     text: str = ""
@@ -79,7 +79,7 @@ class Result:
 
 
 class Generation:
-    """The sequences of a request, seen from the event loop.
+    """The sequences of a request, on the side of the event loop.
 
     Args:
         ask: the request.
@@ -95,7 +95,7 @@ class Generation:
     ) -> None:  # fmt: skip
         self.ask, self.jobs, self._scheduler, self._metrics = ask, list[Job](), scheduler, metrics
         self._on_end, self._on_close = on_end, on_close
-        self.parents: list[Turn | None] = []  # of each prompt, the turn that it continues
+        self.parents: list[Turn | None] = []  # for each prompt, the turn that it continues
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.results = [Result() for _ in range(len(ask.prompts) * len(ask.settings))]
         self.changed, self._next_time = asyncio.Event(), 0.0
@@ -106,11 +106,11 @@ class Generation:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens of all sequences that have ended."""
+        """The number of new tokens of all sequences that have ended."""
         return sum(result.num_generated for result in self.results)
 
     def receive(self, index: int, event: Event) -> None:
-        """Take an event of a sequence."""
+        """Handle an event of a sequence."""
         if self._begun is not None:
             self._metrics.first_token.observe(time.monotonic() - self._begun)
             self._begun = None
@@ -118,16 +118,16 @@ class Generation:
         if not isinstance(event, Piece):
             self.changed.set()
         elif self.ask.is_streamed and self._timer is None:
-            # Pieces that come close together are sent together, as sending takes longer than generating a token.
+            # Pieces that arrive at short intervals are sent as one: sending takes longer than generating a token.
             self._timer = asyncio.get_running_loop().call_at(self._next_time, self.changed.set)
 
     def abandon(self) -> None:
-        """End the pieces, because the client has disconnected."""
+        """End the iteration over `pieces`, because the client has disconnected."""
         self.is_abandoned = True
         self.changed.set()
 
     def finish(self) -> None:
-        """End the sequences where they are, or as soon as they begin; their turns are kept."""
+        """End all sequences with the tokens that they have; their turns are kept."""
         self.is_finished = True
         for job in self.jobs:
             self._scheduler.finish(job)

@@ -13,7 +13,7 @@ from multilin.inference.settings import GenerationSettings
 from multilin.inference.state_file import StateContents
 from multilin.inference.text import TextStream
 
-IMPOSSIBLE = -9999.0  # in place of the logarithm of 0, as OpenAI writes it, since JSON has no infinity
+IMPOSSIBLE = -9999.0  # stands for the logarithm of 0, as in OpenAI's API, since JSON has no infinity
 
 
 class Logprob(NamedTuple):
@@ -30,7 +30,7 @@ class Logprob(NamedTuple):
 class Piece(NamedTuple):
     """New text of a sequence that no later token changes, and its tokens if they are reported.
 
-    tokens: (token, characters of the new text before it); tokens of the prompt have -1 characters.
+    tokens: pairs of a token and the number of characters of the new text before it; for tokens of the prompt -1.
     """
 
     text: str
@@ -42,8 +42,8 @@ class End(NamedTuple):
 
     finish_reason: "stop" or "length".
     num_generated: number of tokens generated.
-    token_ids: the new tokens that belong to the text, without an end of text or a stop string.
-    state: engine state of one row that has read the prompt and all but the last `num_unread` of `token_ids`.
+    token_ids: the new tokens of the text, without an end of text or a stop string.
+    state: engine state, with one row, after the prompt and all `token_ids` but the last `num_unread`.
     """
 
     finish_reason: str
@@ -65,13 +65,13 @@ class Job:
     known_ids: known tokens of the prompt and the text before it, for the repetition penalty and as context.
     start: the state to continue; None at the start of a text.
     settings: settings of each sequence.
-    max_new_tokens: most new tokens of each sequence, may be 0.
-    listen: called with the number of the sequence and an event, in the thread that `Scheduler.notify` chooses.
-    num_logprobs: likeliest tokens to report at each place; None reports no tokens.
-    prompt_logprobs: number of the last tokens of the prompt that are reported too.
+    max_new_tokens: most new tokens of each sequence; may be 0.
+    listen: called with the number of the sequence and an event, in the thread that `notify` of the scheduler chooses.
+    num_logprobs: number of likeliest tokens to report for each new token; None reports no tokens.
+    prompt_logprobs: number of tokens at the end of the prompt that are reported too.
     ends: tokens that end an answer, besides the end of text.
     position: number of `token_ids` that were read.
-    state: engine state of one row while the prompt is read.
+    state: engine state, with one row, while the prompt is read.
     """
 
     owner: str
@@ -90,12 +90,12 @@ class Job:
 
     @property
     def is_new(self) -> bool:
-        """True if no token of the text was read."""
+        """True if no token of the text has been read."""
         return self.state is None and self.start is None
 
 
 class Kept(NamedTuple):
-    """The engine state before the last character or a possible stop string, and the tokens and characters before it."""
+    """The engine state before a cut character or possible stop string, and the tokens and characters so far."""
 
     state: Any
     num_tokens: int
@@ -107,14 +107,14 @@ class Row:
     """A sequence in the batch.
 
     index: its number in the job.
-    numbers: random numbers of sampling.
+    numbers: random numbers for sampling.
     seen: tokens so far, and how often each was generated.
     forced: tokens of the prompt that are read one by one, to report their probabilities.
     next_id: the token that is read next.
-    token_ids: tokens generated.
-    pending: tokens to report, with the characters of the text before each, whose text is not certain yet.
-    kept: where to return to if a stop string that may have begun is completed, or the row ends; None if the last
-        character has one token.
+    token_ids: the tokens that were generated.
+    pending: tokens that wait until their text is certain, each with the number of characters before it.
+    kept: the state to return to if a possible stop string is completed or the row ends; None if the text is whole, so
+        that the present state is used.
     end: the finish reason; None while the sequence runs.
     """
 
@@ -141,7 +141,7 @@ class Counts(NamedTuple):
 
 
 def make_logprob(logits_V: NDArray[np.float32], token: int, num_top: int) -> Logprob:
-    """The log probability of a token, and of the `num_top` likeliest tokens; `IMPOSSIBLE` at least."""
+    """The log probabilities of a token and of the `num_top` likeliest tokens; none is below `IMPOSSIBLE`."""
     logits = logits_V.astype(np.float64)
     logits -= logits.max()
     logits = np.maximum(logits - np.log(np.exp(logits).sum()), IMPOSSIBLE)

@@ -1,4 +1,4 @@
-"""Messages as tokens, by the model's chat template or in a plain layout for a model without one."""
+"""Converting messages to tokens, with the model's chat template or, if it has none, in a plain layout."""
 
 import datetime
 import json
@@ -29,7 +29,7 @@ class PlainLayout:
 
         Assistant:
 
-    An answer ends where the model begins another message.
+    An answer ends when the model begins another message.
     """
 
     stops = tuple(f"\n\n{name}:" for name in dict.fromkeys(ROLES.values()))
@@ -45,17 +45,17 @@ class PlainLayout:
             parts.insert(0, "\n\n")
         first, *others = [*parts, "Assistant:\n"]
         ids = self._codec.encode(first, is_start=True) if before is None else self._codec.encode_more(first)
-        # Each part is encoded alone, so that a conversation's tokens begin with the tokens of its earlier messages.
+        # Each part is encoded alone, so that later messages do not change the tokens of earlier ones.
         return ids + [token for part in others for token in self._codec.encode_more(part)]
 
 
 class TemplateLayout:
-    """The chat template of a tokenizer; control tokens in its text become tokens, those in messages are text.
+    """The chat template of a tokenizer. Control tokens that it writes become tokens; those in messages stay text.
 
     Args:
         codec: the model's tokenizer.
-        template: the template in Jinja.
-        names: special tokens by name, such as bos_token, for the template.
+        template: the source of the Jinja template.
+        names: names such as bos_token to special tokens, for the template.
     """
 
     stops: tuple[str, ...] = ()
@@ -79,14 +79,14 @@ class TemplateLayout:
         return self._template.encode(self._after(before.messages or [], messages), last)
 
     def _after(self, before: Messages, messages: Messages) -> str:
-        """The text of messages after the conversation `before`, marked as by `ChatTemplate.render`."""
+        """The text of messages after the conversation `before`, with the marks of `ChatTemplate.render`."""
         if before:
             *earlier, answer = before
             given, bare = answer["content"], answer["content"].strip()
             head, marked = self._render(earlier), self._marked([*earlier, answer | {"content": bare}, *messages])
             whole = self._template.plain(marked)
             rest = whole.removeprefix(head)
-            # Templates may strip or add spaces around an answer; the model wrote its own.
+            # Templates may change the spaces around an answer; here the spaces of the model count.
             for text, after in ((given, rest), (bare, rest.lstrip())):
                 if whole.startswith(head) and after.startswith(text):
                     return cut_marked(marked, len(whole) - len(after) + len(text))[1]
@@ -108,7 +108,7 @@ class TemplateLayout:
 
     def _render(self, messages: Sequence[dict[str, str]], prompt: bool = True) -> str:
         try:
-            nothing = {"tools": None, "documents": None}  # as transformers passes them
+            nothing = {"tools": None, "documents": None}  # transformers passes them too
             return self._jinja.render(messages=messages, add_generation_prompt=prompt, **nothing, **self._names)
         except (TemplateError, TypeError, ValueError) as error:
             raise InputError(f"messages: the model's chat template refuses them ({str(error)[:200]})") from None
@@ -125,7 +125,7 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
     template = config.get("chat_template")
     if (path := folder / "chat_template.jinja").is_file():
         template = path.read_text(encoding="utf-8")
-    elif isinstance(template, list):  # several, as older versions of transformers wrote them
+    elif isinstance(template, list):  # older versions of transformers wrote a list
         template = {one["name"]: one["template"] for one in template}.get("default")
     if not isinstance(template, str):
         return PlainLayout(codec)
@@ -135,18 +135,18 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the text to learn in training; here it has no effect."""
+    """The tag `{% generation %}`, which marks text to learn in training; it has no effect here."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[Node]:
-        """The statements between the two tags."""
+        """Return the statements between the opening and the closing tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The Jinja environment that transformers gives chat templates, for the same layout as in training."""
+    """A Jinja environment like that of transformers, so that templates give the same text as in training."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -163,5 +163,5 @@ def _refuse(message: str) -> Any:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own escapes HTML.
+    # The filter of Jinja would escape HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

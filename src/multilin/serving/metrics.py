@@ -1,4 +1,4 @@
-"""Figures for Prometheus."""
+"""Metrics of the server for Prometheus."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 
 
 class Metrics:
-    """Counters of requests and tokens, and gauges that are read when the metrics are requested."""
+    """Counters of requests and tokens, and gauges, which are read when a client asks for the metrics."""
 
     def __init__(self, scheduler: Scheduler, turns: TurnStore) -> None:
         self.registry = own = CollectorRegistry()

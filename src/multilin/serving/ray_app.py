@@ -1,4 +1,4 @@
-"""The server on Ray Serve: replicas on one machine or several, each of which can continue any session.
+"""The server on Ray Serve: replicas on one or several machines, each of which can continue every session.
 
     serve run multilin.serving.ray_app:app run=runs/demo-onnx sessions=/shared/sessions replicas=2
 
@@ -28,9 +28,9 @@ class RayArguments:
     """The model, and the processes that serve it."""
 
     run: PathText  # folder of a trained or exported model, on every machine
-    replicas: Count = 1  # processes that serve it
-    cpus: Count = 1  # cores of a replica
-    name: Name | None = None  # of the model for clients; by default the folder's
+    replicas: Count = 1  # number of processes that serve it
+    cpus: Count = 1  # CPU cores of each replica
+    name: Name | None = None  # name of the model for clients; by default the name of the folder
     insecure: bool = False  # accept requests without a key, from everybody who reaches Ray's proxy
 
 
@@ -38,10 +38,10 @@ def app(values: Mapping[str, Any]) -> "Application":
     """The application that Ray Serve deploys.
 
     Args:
-        values: fields of `RayArguments`, and of `ServeLimits` with its `sessions`.
+        values: fields of `RayArguments` and of `ServeLimits`.
 
     Raises:
-        InputError: a field that does not exist or has a wrong value; several replicas without a store.
+        InputError: a field that does not exist or has a wrong value, or several replicas without `sessions`.
     """
     own = {field.name for field in dataclasses.fields(RayArguments)}
     arguments = load_settings(RayArguments, {name: value for name, value in values.items() if name in own})
@@ -53,7 +53,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 
     from ray import serve
 
-    def build() -> "ASGIApp":  # a function, by which Ray tells it from an application
+    def build() -> "ASGIApp":  # Ray needs a function here
         return _build(arguments, limits)
 
     deployment = serve.deployment(serve.ingress(build)()).options(

@@ -1,4 +1,4 @@
-"""The weights of the model's layers on the text of a turn, as `multilin explain` shows them, computed on demand."""
+"""The weights with which the layers read the text of a turn, as in `multilin explain`, computed on demand."""
 
 import threading
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from multilin.serving.turns import Turn
 if TYPE_CHECKING:
     from multilin.runs.load import Run
 
-MOST_TOKENS = 512  # the last of a text; time and memory grow with the square
-MOST_WAITING = 8  # requests, each of which holds a thread of the server
+MOST_TOKENS = 512  # at the end of a text; time and memory grow with the square of the number
+MOST_WAITING = 8  # requests that may wait; each occupies a thread of the server
 DIGITS = 4
 Json = dict[str, Any]
 
@@ -23,11 +23,11 @@ Json = dict[str, Any]
 class Readings:
     """The weights with which each token of a turn's text reads the tokens before it.
 
-    The PyTorch model is loaded at the first request, and requests are answered one after the other. The weights of the
-    last turn are kept, as clients ask for its steps one by one.
+    The PyTorch model is loaded at the first request. Requests are answered one after the other. The weights of the last
+    requested turn are kept, as clients ask for the steps of a turn one by one.
 
     Args:
-        load: loads the model; None for an export, which has no weights to show.
+        load: loads the model; None for an export, which cannot show weights.
     """
 
     def __init__(self, load: "Callable[[], Run] | None") -> None:
@@ -37,7 +37,7 @@ class Readings:
         self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(MOST_WAITING)
 
     def get(self, turn: Turn, step: int) -> Json:
-        """Wait for the weights of a step in which positions are mixed; see `Explanation.steps` for the order.
+        """Compute or wait for the weights of one of `Explanation.steps`, which are counted from 0.
 
         Raises:
             ApiError: too many requests wait.
@@ -55,14 +55,14 @@ class Readings:
         finally:
             self._places.release()
         if step >= len(weights):
-            raise InputError(f"step: {step} given, but this model has {plural(len(weights), 'step')}, from 0 on")
+            raise InputError(f"step: {step} given, but this model has {plural(len(weights), 'step')}, counted from 0")
         rows = [
             np.round(row[: place + 1].astype(np.float64), DIGITS).tolist() for place, row in enumerate(weights[step])
         ]
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
-        """Labels and texts, and the mean weights over heads of each step, (characters, characters)."""
+        """Compute labels and texts, and for each step the mean weights over its heads, (characters, characters)."""
         from multilin.analysis.explain.explanation import by_character, explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 
@@ -84,6 +84,6 @@ class Readings:
             "characters": ["", *(text for _, text in characters[1:])],
             "steps": [step.label for step in steps], "meanings": [step.reading.meaning for step in steps],
         }  # fmt: skip
-        ends = np.cumsum(lengths) - 1  # a character has the weights of its last token
+        ends = np.cumsum(lengths) - 1  # a character reads with the weights of its last token
         weights = (by_character(step.weights_HTS.mean(axis=0)[ends], lengths) for step in steps)
         return about, [rows.astype(np.float32) for rows in weights]

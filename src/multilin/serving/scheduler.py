@@ -1,4 +1,4 @@
-"""Continuous batching: one thread owns the engine, and sequences join and leave its batch between tokens."""
+"""Continuous batching: one thread runs the engine; sequences join and leave the batch between tokens."""
 
 import functools
 import logging
@@ -18,9 +18,9 @@ from multilin.inference.text import TextCodec, TextStream
 from multilin.serving.errors import shutting_down, too_busy
 from multilin.serving.jobs import Counts, End, Event, Job, Kept, Piece, Row, make_logprob
 
-PIECE = 64  # tokens of a prompt read between two steps of the batch
-IDLE_PIECE = 512  # the same while no sequence runs and no other prompt waits
-GROUP = 8  # prompts that are read at a time
+PIECE = 64  # tokens of each prompt that are read between two steps of the batch
+IDLE_PIECE = 512  # the same, if no sequence runs and no other prompt is read
+GROUP = 8  # most prompts that are read at a time
 log = logging.getLogger("multilin.serve")
 
 
@@ -29,7 +29,7 @@ class Scheduler:
 
     Args:
         engine, codec: the model and its tokenizer.
-        notify: called in the scheduler's thread with functions that report events, to be called in another thread.
+        notify: called in the scheduler's thread with functions that report events; runs them in another thread.
         num_slots: most sequences that run at a time.
         queue_size: most jobs that wait.
     """
@@ -50,12 +50,12 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        """What the scheduler does now."""
+        """The present numbers of jobs and sequences."""
         with self._changed:
             return Counts(sum(map(len, self._waiting.values())), len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of these jobs, or none; if no job waits, they may be more than the queue holds.
+        """Queue all of these jobs, or none. If no job waits, there may be more of them than `queue_size`.
 
         Raises:
             ApiError: the queue is full, or the server ends.
@@ -77,11 +77,11 @@ class Scheduler:
             self._changed.notify()
 
     def finish(self, job: Job) -> None:
-        """End a job with the tokens it has, as if it had asked for no more; its prompt is still read."""
+        """End a job with the tokens that it has generated. If its prompt is still being read, that is completed."""
         job.max_new_tokens = 0
 
     def stop(self, seconds: float) -> None:
-        """Take no more jobs, wait at most `seconds` for the present ones, and end the thread."""
+        """Accept no more jobs, wait at most `seconds` for the present jobs, and end the thread."""
         with self._changed:
             self._stopping = True
             self._deadline = time.monotonic() + seconds
@@ -111,7 +111,7 @@ class Scheduler:
         self._send()
 
     def _admit(self) -> None:
-        """Take waiting jobs while there are slots, one owner after the other."""
+        """Start to read waiting jobs while there are free slots; owners take turns."""
         live = ((owner, deque(job for job in jobs if not job.is_cancelled)) for owner, jobs in self._waiting.items())
         self._waiting = OrderedDict((owner, jobs) for owner, jobs in live if jobs)
         num_free = self.num_slots - len(self._rows) - sum(len(job.settings) for job in self._reading)
@@ -132,14 +132,14 @@ class Scheduler:
                 self._leave(place)
 
     def _leave(self, place: int) -> Any:
-        """Take a row out of the batch and return its state; the last row takes its place, as in the engine."""
+        """Take a row out of the batch and return its state. The last row moves to its place, as in the engine."""
         last = self._rows.pop()
         if place < len(self._rows):
             self._rows[place] = last
         return self._batch.leave(place)
 
     def _read_piece(self) -> None:
-        """Read the next tokens of some prompts, and begin the sequences of those that were read."""
+        """Read the next tokens of some prompts, and begin the sequences of prompts that are completely read."""
         jobs = self._next_prompts()
         if not jobs:
             return
@@ -164,18 +164,18 @@ class Scheduler:
         for number, (job, logits_V) in enumerate(ready):
             try:
                 self._begin(job, logits_V)
-            except Exception as error:  # the batch may be changed in part
+            except Exception as error:  # the batch may be half changed
                 self._reset([later for later, _ in ready[number:]], error)
                 return
 
     def _next_prompts(self) -> list[Job]:
-        """The prompts to read together: either all are at their beginning, or none is."""
+        """Take the jobs whose prompts are read together: either all are at their beginning, or all continue a state."""
         jobs = [job for job in self._reading if job.is_new == self._reading[0].is_new][:GROUP]
         self._reading = deque(job for job in self._reading if job not in jobs)
         return jobs
 
     def _joined(self, jobs: list[Job]) -> Any:
-        """The states of the jobs as one state, a row each."""
+        """Join the states of the jobs to one state, with a row per job."""
         if jobs[0].is_new:
             return self.engine.new_state(len(jobs))
         for job in jobs:
@@ -186,7 +186,7 @@ class Scheduler:
         return jobs[0].state
 
     def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
-        """Add the sequences of a job, whose prompt was read, to the batch."""
+        """Add the sequences of a job to the batch; its prompt was read."""
         num_rows, first = len(job.settings), len(self._rows)
         self._batch.join(job.state if num_rows == 1 else job.state.select([0] * num_rows))
         job.state = None
@@ -197,7 +197,7 @@ class Scheduler:
         self._advance(first, np.repeat(logits_V[None], num_rows, axis=0))
 
     def _step(self) -> None:
-        """Read a token of each row and choose the next ones."""
+        """Read the next token of each row and choose the tokens after them."""
         if not self._rows:
             return
         try:
@@ -219,10 +219,10 @@ class Scheduler:
         for place, row in enumerate(self._rows[first:]):
             if row.forced:
                 row.next_id = row.forced.popleft()
-                if len(row.forced) < row.job.prompt_logprobs:  # the others are tokens that the last turn left unread
+                if len(row.forced) < row.job.prompt_logprobs:  # others: unread by the last turn
                     entry = make_logprob(logits_BV[place], row.next_id, row.job.num_logprobs or 0)
                     self._tell(row.job, row.index, Piece("", [(entry, -1)]))
-            elif len(row.token_ids) == row.job.max_new_tokens:  # 0 tokens are asked for
+            elif len(row.token_ids) == row.job.max_new_tokens:  # no further token is wanted
                 row.end = "length"
             else:
                 chosen.append(place)
@@ -238,7 +238,7 @@ class Scheduler:
         self._take_out(first)
 
     def _accept(self, place: int, token: int, logits_V: NDArray[np.float32] | None) -> None:
-        """Add a token to a row, and report the text that it completes."""
+        """Add a new token to a row, and report text that is now complete."""
         row, job = self._rows[place], self._rows[place].job
         row.next_id = token
         row.seen[token] = row.seen.get(token, 0) + 1
@@ -263,7 +263,7 @@ class Scheduler:
         self._release(row, piece)
 
     def _release(self, row: Row, piece: str) -> None:
-        """Report new text, and the tokens that begin in text reported so far; at the end all that are left."""
+        """Report new text, and the tokens that begin in reported text; at the end of a row, all other tokens too."""
         length = len(row.stream.text)
         is_whole = row.stream.is_whole or row.end is not None
         num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)

@@ -1,4 +1,4 @@
-"""The work of the server without HTTP: prompts, generation, turns and sessions."""
+"""The server without HTTP: prompts, generation, turns and sessions."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class Service:
         engine, codec: the model, see `multilin.cli.export.open_engine`.
         folder: the run or the export.
         name: name of the model for clients; None takes the folder's name.
-        limits: limits of requests and of what is kept.
+        limits: limits of requests and of the stored states.
 
     Raises:
         InputError: a model that keeps no states, or a store that cannot be opened.
@@ -55,16 +55,16 @@ class Service:
         self.metrics = Metrics(self.scheduler, self.turns)
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
-        """Run the scheduler's calls on the event loop, all calls of a step together."""
+        """Run functions of the scheduler on the event loop, all of one step together."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop may have just been closed
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
 
     def text(self, token_ids: list[int], param: str) -> str:
         """The text of tokens, without special tokens.
 
         Raises:
-            InputError: a token that is not in the vocabulary; `param` is the field that gave it.
+            InputError: a token is not in the vocabulary; the message names the field `param`.
         """
         wrong = next((token for token in token_ids if not 0 <= token < self.engine.vocab_size), None)
         if wrong is not None:
@@ -73,7 +73,7 @@ class Service:
         return self.codec.tokenizer.decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone; a part of a character as `bytes:\\xe6`."""
+        """The text of one token; for a token that is part of a character `bytes:\\xe6`."""
         content = self.codec.token_bytes(token_id)
         try:
             return content.decode()
@@ -82,7 +82,7 @@ class Service:
 
     @contextlib.contextmanager
     def changing(self, session: Session) -> Iterator[None]:
-        """Keep other requests from continuing and changing a session; see `begin` for the errors."""
+        """Claim a session, so that no other request continues or changes it; raises the errors of `begin`."""
         self._claim(session.id, None)
         try:
             self._check_session(session)
@@ -101,8 +101,8 @@ class Service:
         """Check a request and queue it.
 
         Raises:
-            ApiError: a session that another request continues or changes, a full queue, or a server that ends.
-            InputError: the request cannot be answered.
+            ApiError: another request continues or changes the session, the queue is full, or the server ends.
+            InputError: a wrong value in the request.
         """
         self._loop = asyncio.get_running_loop()
         session_id = "" if ask.session is None else ask.session.id
@@ -123,7 +123,7 @@ class Service:
         return generation
 
     def _check_session(self, session: Session) -> None:
-        """Refuse a session that another request continued, rewound or deleted while this one was prepared."""
+        """Refuse a session that another request changed or deleted since this request looked it up."""
         now = self.sessions.get(session.owner, session.id)
         if now is None or now.turns != session.turns:
             raise ApiError(409, f"session: another request has changed {session.id}", "session", "session_busy")
@@ -148,16 +148,16 @@ class Service:
             kept = self.turns.get(ask.owner, parent.id)
             if kept is None:
                 raise ApiError(404, f"session: the turn {parent.id} is no longer kept", "session", NOT_FOUND)
-        else:  # a new text, or one whose last token is read again to predict the next
+        else:  # a new text, or a read one whose last token is read again
             kept = None if ask.prompt_logprobs else self.turns.longest(ask.owner, known_ids)
         before, state = kept or (None, None)
         num_read = before.num_read if before else 0
         token_ids = known_ids[num_read - (before.num_unknown if before else 0) :]
         if not token_ids:
-            raise InputError("prompt: none given, and nothing is left to read; give some text to continue")
+            raise InputError("prompt: no text given, and the session's text has been read; give some text")
         if len(token_ids) > limits.max_prompt:
             raise InputError(
-                f"prompt: {len(token_ids)} tokens to read, but this server reads at most {limits.max_prompt}"
+                f"prompt: {len(token_ids)} tokens to read, but a request may have at most {limits.max_prompt}"
             )
         total, longest = num_read + len(token_ids), self.engine.longest_text
         default = min(ask.default_tokens, limits.max_tokens)
@@ -174,21 +174,21 @@ class Service:
         )  # fmt: skip
 
     def chat_prompt(self, messages: Messages, before: Turn | None) -> Prompt:
-        """The prompt with the next messages of a conversation, after the messages of the turn `before`."""
+        """Make the prompt of the next messages of a conversation, which follow the turn `before`."""
         earlier = (before.messages or []) if before is not None else []
         text = "\n\n".join(message["content"] for message in messages)
         return Prompt(text, self.layout.token_ids(messages, before), before, [*earlier, *messages])
 
     def import_state(self, owner: str, content: bytes) -> Turn:
-        """A new turn from the content of a state file; its text is not known.
+        """Make a turn from the content of a state file. The text of the turn is not known.
 
         Raises:
-            InputError: not a state file of this model, or a state of several texts.
+            InputError: the content is no state file of this model, or has the states of several texts.
         """
         state = unpack_state(content, self.owner)
         num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
         if num_rows != 1:
-            raise InputError(f"state: holds {num_rows} texts, but a session has one; select a row")
+            raise InputError(f"state: holds {num_rows} texts, but a session has one; give a state of one text")
         num_read = int(state.tensors["embedding.num_read_B"][0])
         turn = Turn(new_id("turn"), owner, None, "import", "", "", None, unread_ids, num_read, num_read)
         state.rng_state = None
@@ -199,7 +199,7 @@ class Service:
         """Keep the turn at the end of a sequence, and add it to the session.
 
         Raises:
-            ApiError: the turn of a session, which the client would continue, cannot be written.
+            ApiError: a turn of a session cannot be written. Without a session this is no error.
         """
         if not generation.ask.store:
             return
@@ -221,7 +221,7 @@ class Service:
             if session is not None and not generation.is_abandoned:
                 session.turns.append(turn.id)
                 self.sessions.save(session)
-        except OSError as error:  # a full disk for example; without a session the client still gets the text
+        except OSError as error:  # such as a full disk; without a session the client still gets the text
             log.warning("a turn cannot be kept: %s", error)
             if session is not None:
                 raise ApiError(507, "store: the answer cannot be kept; the server's log says why", "store") from None

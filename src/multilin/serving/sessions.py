@@ -1,4 +1,4 @@
-"""Sessions: lists of turns, each of which continues the one before."""
+"""Sessions: lists of turns, each of which continues the turn before it."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from multilin.serving.folder import Folder, is_id, new_id
 
-NOBODY = "0" * 16  # owner of all turns of a server without keys
+NOBODY = "0" * 16  # owner of all requests without a key
 MOST_IN_MEMORY = 10_000  # sessions
 
 
@@ -18,7 +18,7 @@ class Session:
     """A conversation or text that grows.
 
     id, owner: see `Turn`.
-    turns: ids of the session's turns; the last one is continued.
+    turns: ids of the session's turns; a request continues the last one.
     created, changed: seconds since 1970.
     """
 
@@ -35,22 +35,22 @@ class Session:
 
 
 class SessionStore:
-    """A store of sessions in a folder or in memory. Methods wait for the disk; any thread may call them.
+    """A store of sessions in a folder or in memory. Its methods block, and are thread-safe.
 
     Args:
-        folder: keeps all sessions; None keeps the last `MOST_IN_MEMORY` that were changed, in memory.
+        folder: keeps all sessions; None keeps in memory the `MOST_IN_MEMORY` that were changed last.
 
     Attributes:
-        sharing: lock, held while a session gets existing turns and while turns without a session are deleted.
+        sharing: a lock for adding existing turns to a session, and for deleting turns that no session has.
     """
 
     def __init__(self, folder: Folder | None) -> None:
         self._folder = folder or Folder()
-        self._in_memory = OrderedDict[str, None]() if folder is None else None  # names, the last changed last
+        self._in_memory = OrderedDict[str, None]() if folder is None else None  # names, ordered by the last change
         self._lock, self.sharing = threading.Lock(), threading.Lock()
 
     def create(self, owner: str, turns: list[str]) -> Session:
-        """A new session."""
+        """Create a session."""
         session = Session(new_id("session"), owner, turns)
         self.save(session)
         return session
@@ -67,7 +67,7 @@ class SessionStore:
                     self._folder.remove(self._in_memory.popitem(last=False)[0])
 
     def get(self, owner: str, session_id: str) -> Session | None:
-        """A session of this owner; None if there is none."""
+        """Get a session of this owner; None if it does not exist."""
         if not is_id("session", session_id):
             return None
         return self._read(Session(session_id, owner).name)
@@ -79,7 +79,7 @@ class SessionStore:
         return sorted(sessions, key=lambda session: -session.changed)
 
     def remove(self, session: Session) -> None:
-        """Delete a session, not its turns."""
+        """Delete a session, but not its turns."""
         self._folder.remove(session.name)
         if self._in_memory is not None:
             with self._lock:

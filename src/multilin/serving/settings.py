@@ -1,4 +1,4 @@
-"""Settings of a server, common to all ways of running it."""
+"""Settings that all ways of running a server share."""
 
 import os
 from typing import Annotated
@@ -13,7 +13,7 @@ KEY_VARIABLE = "MULTILIN_API_KEY"
 
 
 def num_bytes(text: str) -> int:
-    """The number of bytes that a text such as 500MB gives."""
+    """Convert a text such as 500MB to a number of bytes."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     number, unit = text[:-2].strip(), text[-2:].upper()
     if unit not in units or not number.replace(".", "", 1).isdecimal():
@@ -44,6 +44,6 @@ class ServeLimits:
 
 
 def split_keys(text: str | None) -> list[str]:
-    """The API keys in a text, separated by commas; None takes them from the environment."""
+    """Split a text with API keys at commas; None takes the text from the environment."""
     given = os.environ.get(KEY_VARIABLE, "") if text is None else text
     return [key.strip() for key in given.split(",") if key.strip()]

@@ -1,4 +1,4 @@
-"""Turns: each prompt with its answer and the model's state after it, in memory and on disk, found by their tokens."""
+"""Turns: a prompt, its answer and the state after them, kept in memory and on disk, and found by their tokens."""
 
 import contextlib
 import dataclasses
@@ -16,25 +16,25 @@ from typing import NamedTuple
 from multilin.errors import InputError
 from multilin.serving.folder import Folder, is_id
 
-_MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # of the hash by which turns are found; tokens are then compared
-CLEANING = 60.0  # seconds, at least, between two searches for turns to delete
+_MODULUS, _FACTOR = 2**61 - 1, 1_000_003_000_031  # hash that finds candidates, whose tokens are then compared
+CLEANING = 60.0  # least seconds between two searches for turns to delete
 LEFTOVER = 3600.0  # seconds after which an unfinished file, or a state without its turn, is deleted
 log = logging.getLogger("multilin.serve")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt and its answer, after the turns before. Never changed.
+    """A prompt and its answer, which may continue an earlier turn. A turn is never changed.
 
     id: see `new_id`.
     owner: the user it belongs to, 16 hexadecimal digits.
     parent: id of the turn that was continued, or None.
     kind: "completion", "chat" or "import".
     prompt, text: the prompt and the answer.
-    messages: all messages of the conversation, this answer included; None if there are none, or they are not known.
-    token_ids: tokens of the whole text from its beginning, without the first `num_unknown`.
-    num_read: tokens that the turn's state has read, unknown ones included; later tokens are still to be read.
-    num_unknown: tokens at the beginning of the text that are not known, as in an imported state.
+    messages: all messages of the conversation, with this answer; None without messages, or if they are unknown.
+    token_ids: tokens of the whole text, without the first `num_unknown`.
+    num_read: number of tokens that the turn's state has read, unknown tokens included; the rest are unread.
+    num_unknown: number of tokens at the beginning that are not known, as after the import of a state.
     created: seconds since 1970.
     """
 
@@ -52,7 +52,7 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the whole text."""
+        """The number of tokens of the whole text."""
         return self.num_unknown + len(self.token_ids)
 
     @property
@@ -62,7 +62,7 @@ class Turn:
 
 
 class Entry(NamedTuple):
-    """The facts about a turn that do not need its files: all but the sizes are part of the files' names."""
+    """The facts about a turn that are known without reading its files, from their names and sizes."""
 
     id: str
     owner: str
@@ -79,7 +79,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def from_name(cls, name: str, sizes: Mapping[str, int]) -> "Entry | None":
-        """The entry of a turn from the name of its .json file and the sizes of all files; None for other files."""
+        """Make the entry of a turn from the name of its .json file and the sizes of all files; None for other names."""
         match = re.fullmatch(r"(turn_[\w-]{22})\.([0-9a-f]{16})\.(\d+)\.([0-9a-f]+)\.(\d+)\.json", name)
         if match is None:
             return None
@@ -89,13 +89,13 @@ class Entry(NamedTuple):
 
 
 class TurnStore:
-    """A store of turns and their states, as state files. Methods wait for the disk; any thread may call them.
+    """A store of turns and their states. Its methods block, and are thread-safe.
 
     Args:
         folder: keeps all turns; None keeps them in memory and drops the least recently used.
-        memory_bytes: largest size of the states and texts in memory.
+        memory_bytes: largest total size of the states and texts in memory.
         disk_bytes: size of the folder beyond which the oldest turns are deleted; None for no limit.
-        seconds: age at which turns are deleted; None keeps them.
+        seconds: age at which turns are deleted; None deletes none because of age.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TurnStore:
         return len(self._entries)
 
     def add(self, turn: Turn, state: bytes) -> None:
-        """Keep a turn; it is on disk when this returns."""
+        """Store a turn. If there is a folder, the turn is on disk when this returns."""
         last_hash = 0
         if not turn.num_unknown:
             *_, last_hash = hashes(turn.token_ids[: turn.num_read])
@@ -131,10 +131,10 @@ class TurnStore:
             threading.Thread(target=self.clean, name="multilin-clean", daemon=True).start()
 
     def get(self, owner: str, turn_id: str) -> tuple[Turn, bytes] | None:
-        """A turn of this owner and its state; None if there is none.
+        """Get a turn of this owner and its state; None if the turn does not exist.
 
         Raises:
-            InputError: its files are damaged.
+            InputError: the files of the turn are damaged.
         """
         entry = self.entry(owner, turn_id)
         if entry is None:
@@ -154,7 +154,7 @@ class TurnStore:
         return _parse(entry, kept[0]), kept[1]
 
     def peek(self, owner: str, turn_id: str) -> Turn | None:
-        """A turn of this owner without its state; None if there is none. Same errors as `get`."""
+        """Get a turn of this owner without its state; otherwise the same as `get`."""
         entry = self.entry(owner, turn_id)
         if entry is None:
             return None
@@ -163,14 +163,14 @@ class TurnStore:
         return None if content is None else _parse(entry, content)
 
     def entry(self, owner: str, turn_id: str) -> Entry | None:
-        """The entry of a turn of this owner; None if there is none."""
+        """Get the entry of a turn of this owner; None if the turn does not exist."""
         if turn_id not in self._entries and is_id("turn", turn_id):
             self._list(turn_id)  # another server may have written it
         entry = self._entries.get(turn_id)
         return entry if entry is not None and entry.owner == owner else None
 
     def longest(self, owner: str, token_ids: Sequence[int]) -> tuple[Turn, bytes] | None:
-        """The turn whose state has read the longest proper prefix of these tokens."""
+        """Find the turn whose state has read the longest proper prefix of these tokens; None if there is none."""
         keys = [(owner, count, value) for count, value in enumerate(hashes(token_ids[:-1]), 1)]
         for turn_id in [found for key in reversed(keys) if (found := self._by_hash.get(key)) is not None]:
             with contextlib.suppress(InputError):  # damaged files count as missing
@@ -180,13 +180,13 @@ class TurnStore:
         return None
 
     def remove(self, owner: str, turn_id: str) -> None:
-        """Delete a turn of this owner, if there is one."""
+        """Delete a turn of this owner if it exists."""
         entry = self.entry(owner, turn_id)
         if entry is not None:
             self._delete(entry)
 
     def clean(self) -> None:
-        """List the folder, and delete the turns that are too old, and the oldest ones while the folder is too large."""
+        """List the folder. Delete turns that are too old, and then the oldest turns while the folder is too large."""
         begin = time.monotonic()
         try:
             self._remove_leftovers(self._list("turn_"))
@@ -202,7 +202,7 @@ class TurnStore:
                 self._delete(entry)
         finally:
             now = time.monotonic()
-            self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is not listed all the time
+            self._next_cleaning = now + max(CLEANING, 20 * (now - begin))  # a large store is listed less often
 
     def _read(self, entry: Entry, suffix: str) -> bytes | None:
         if self.folder is None:
@@ -213,7 +213,7 @@ class TurnStore:
         return content
 
     def _remove_leftovers(self, sizes: Mapping[str, int]) -> None:
-        """Delete killed servers' unfinished files and lone states, and forget turns that other servers deleted."""
+        """Delete unfinished files and states without a turn, and forget turns that other servers deleted."""
         if self.folder is None:
             return
         with self._lock:
@@ -258,7 +258,7 @@ class TurnStore:
             self.folder.remove(f"{entry.name}.safetensors")
 
     def _remember(self, turn_id: str, content: bytes, state: bytes) -> None:
-        """Keep a turn in memory, and drop the least recently used while there are too many bytes."""
+        """Keep a turn in memory, and drop the least recently used turns while memory is exceeded."""
         if turn_id not in self._memory:
             self._memory[turn_id] = content, state
             self.num_bytes += len(content) + len(state)
@@ -273,7 +273,7 @@ class TurnStore:
 def _parse(entry: Entry, content: bytes) -> Turn:
     try:
         values = json.loads(content)
-        values.pop("answer", None)  # a field that earlier versions wrote
+        values.pop("answer", None)  # earlier versions wrote this field
         return Turn(**values)
     except (ValueError, TypeError, AttributeError) as error:
         log.warning("%s.json is damaged: %s", entry.name, error)
@@ -281,7 +281,7 @@ def _parse(entry: Entry, content: bytes) -> Turn:
 
 
 def hashes(token_ids: Sequence[int]) -> Iterator[int]:
-    """Hashes, above 0, of the first token, of the first two tokens, and so on."""
+    """Yield positive hashes of the first token, of the first two tokens, and so on."""
     value = 1
     for token in token_ids:
         value = (value * _FACTOR + token + 1) % _MODULUS or 1

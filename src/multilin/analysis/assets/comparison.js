@@ -7,13 +7,13 @@
   let charts = [];
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const place = (i) => data.rows[i].colour;  // a row's own, so that it has one colour in all reports
+  const place = (i) => data.rows[i].colour;  // the colour does not depend on the rank
   const colour = (i) => css(`--c${place(i) % COLOURS}`);
-  const dash = (i) => DASHES[(place(i) + 3 * Math.floor(place(i) / COLOURS)) % DASHES.length];  // no two rows share both
+  const dash = (i) => DASHES[(place(i) + 3 * Math.floor(place(i) / COLOURS)) % DASHES.length];  // no two rows share colour and dash
   const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   function short(value) {
     if (value == null) return "";
-    const rounded = Number(value.toPrecision(3));  // before the prefix is chosen
+    const rounded = Number(value.toPrecision(3));  // the prefix is chosen after rounding
     for (const [size, prefix] of PREFIXES) if (rounded >= size) return `${Number((rounded / size).toPrecision(3))} ${prefix}`;
     return String(rounded);
   }

@@ -1,4 +1,4 @@
-"""The sentences and figures of a comparison as text: the answers to its three questions, and their limits."""
+"""The results of a comparison in words: the answers to its three questions, remarks on their limits, and figures."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3
 
 
 def amount(value: float) -> str:
-    """Three digits and a prefix: 1.23 M."""
+    """A number with three digits and a prefix: 1.23 M."""
     value = float(f"{value:.3g}")  # rounded before the prefix is chosen
     for size, prefix in _PREFIXES:
         if value >= size:
@@ -35,7 +35,7 @@ def budget_text(comparison: Comparison, value: float | None = None) -> str:
 
 
 def score_text(comparison: Comparison, row: RowRecord) -> str:
-    """Mean and standard deviation: 2.345 ± 0.012."""
+    """The mean and standard deviation of a row's score: 2.345 ± 0.012."""
     assert row.score is not None
     scale, digits, unit = (100, 1, " %") if comparison.measure == "accuracy" else (1, 3, "")
     deviation = "" if row.score.deviation is None else f" ± {scale * row.score.deviation:.{digits}f}"
@@ -49,12 +49,12 @@ def difference_text(comparison: Comparison, difference: Difference) -> str:
 
 
 def share_text(difference: Difference) -> str:
-    """Per cent by which the better row lowers the bits per byte or the wrong answers of the worse one."""
+    """How much lower the bits per byte or the wrong answers of the better row are than the other row's, in per cent."""
     return "" if difference.share is None else f"{100 * difference.share:.{1 if difference.share >= 0.001 else 3}f} %"
 
 
 def interval_text(comparison: Comparison, difference: Difference) -> str:
-    """The 95 % interval of the difference, in the unit of the measure; empty if there is none."""
+    """The 95 % interval of the difference, in the unit of the measure; empty if it is not known."""
     if difference.interval is None:
         return ""
     if comparison.measure == "accuracy":
@@ -73,7 +73,7 @@ def chance_text(comparison: Comparison) -> str:
 
 
 def verdict(comparison: Comparison, row: RowRecord) -> str:
-    """A row against the best: the difference, and whether it is larger than noise."""
+    """The difference between a row and the best row, and whether it is larger than noise."""
     if row.score is None:
         return "failed"
     guesses = "no better than chance" if row.name in comparison.at_chance else ""
@@ -89,7 +89,7 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
     if difference.p is None:
         text += f", {difference.unknown}"
     else:
-        p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(" ", "\u00a0")  # in one line
+        p = f"p {'' if difference.p < SMALLEST else '= '}{p_text(difference.p)}".replace(" ", "\u00a0")  # unbroken
         text += f", within noise ({p})" if difference.within_noise else f", {p}"
     return f"{text}; {guesses}" if guesses else text
 
@@ -133,7 +133,7 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _tuned_unlike(comparison: Comparison) -> str:
-    """A sentence if the rows did not have the same number of trials of the learning rate; else empty."""
+    """A sentence if the learning rate was not tuned, or rows had different numbers of trials; else empty."""
     rows = [comparison.row(name) for name in comparison.order]
     if not any(RATE in stage for stage in comparison.stages):
         rates = {row.recipe["optimizer"]["learning_rate"] for row in rows}
@@ -141,7 +141,7 @@ def _tuned_unlike(comparison: Comparison) -> str:
             "all rows have the same rate" if len(rates) == 1 else "each row has the rate of its recipe or of the sweep"
         )
         return f"The learning rates were not tuned: {has}."
-    # Trials of further values are not counted, as they follow the same rule in every row.
+    # Trials of values beyond those of the sweep are not counted: every row gets them by the same rule.
     most = math.prod(map(len, comparison.stages[0].values())) if len(comparison.stages) == 1 else math.inf
     trials = {row.name: min(len(row.tuning), most) for row in rows}
     if len(set(trials.values())) == 1:
@@ -150,7 +150,7 @@ def _tuned_unlike(comparison: Comparison) -> str:
 
 
 def _leader(comparison: Comparison) -> str:
-    """The best row, its distance to the next, and the rows that may be as good."""
+    """The best row, its distance to the second best, and the rows that may be as good."""
     best = comparison.row(comparison.order[0])
     assert best.score is not None
     unit, seeds = UNITS[comparison.measure], best.score.count
@@ -180,9 +180,9 @@ def _pairs(comparison: Comparison) -> str:
 
 
 def _ahead(comparison: Comparison, difference: Difference) -> str:
-    """How far a row is ahead of the next: 0.281 below gpt2, the next (13.2 %; 95 % interval 0.253 to 0.309)."""
+    """The lead of a row over the next best: 0.281 below gpt2, the next (13.2 %; 95 % interval 0.253 to 0.309)."""
     is_text = comparison.measure == "bits_per_byte"
-    factor, digits = (1, 3) if is_text else (-100, 1)  # so that the figure is positive
+    factor, digits = (1, 3) if is_text else (-100, 1)  # makes the figure positive
     details = [share_text(difference) + ("" if is_text else " fewer wrong answers")] if difference.share else []
     if difference.interval is not None:
         low, high = sorted(factor * end for end in difference.interval)
@@ -192,7 +192,7 @@ def _ahead(comparison: Comparison, difference: Difference) -> str:
 
 
 def _at_equal_seconds(comparison: Comparison) -> str:
-    """Which row leads at the time when the quickest row ends."""
+    """Which row leads when the row with the shortest training ends."""
     measure, rows = comparison.measure, [comparison.row(name) for name in comparison.order]
     ends = {row.name: mean_course(row, measure)[-1]["seconds"] for row in rows}
     first = min(rows, key=lambda row: ends[row.name])
@@ -220,7 +220,7 @@ def _at_equal_seconds(comparison: Comparison) -> str:
 
 
 def _scores_at(row: RowRecord, seconds: float, measure: str) -> list[float]:
-    """The score of each seed after this time, on a straight line between validations; none before the first."""
+    """The score of each seed after this time, interpolated linearly; empty before the first validation."""
     times = [point["seconds"] for point in mean_course(row, measure)]
     if seconds < times[0]:
         return []
@@ -229,7 +229,7 @@ def _scores_at(row: RowRecord, seconds: float, measure: str) -> list[float]:
 
 
 def speed_sentence(comparison: Comparison) -> str:
-    """Which rows need the fewest tokens, seconds and FLOPs to become as good as the worst row at its end."""
+    """Which rows need the fewest tokens, seconds and FLOPs to reach the final score of the worst row."""
     rows = [comparison.row(name) for name in comparison.order if name not in comparison.at_chance]
     if len(rows) < 2:
         learned = "are better than chance" if comparison.at_chance else "have finished"
@@ -277,7 +277,7 @@ def cost_sentence(comparison: Comparison) -> str:
 
 
 def cost_to_reach(row: RowRecord, level: float, measure: str) -> dict[str, float]:
-    """Tokens, seconds and FLOPs after which the mean over the seeds first was as good as a level.
+    """The tokens, seconds and FLOPs after which the mean over the seeds first reached a level.
 
     Between two validations the mean is interpolated linearly. A row that never reached the level gets its whole budget.
     """
@@ -291,7 +291,7 @@ def cost_to_reach(row: RowRecord, level: float, measure: str) -> dict[str, float
 
 
 def mean_course(row: RowRecord, measure: str) -> list[dict[str, float]]:
-    """Means over the finished seeds at each validation, and the lowest and highest of the measure."""
+    """The means over the finished seeds at each validation, and the lowest and highest score of a seed."""
     course = []
     for points in zip(*(run.course for run in row.finished), strict=False):
         values = [float(getattr(point, measure)) for point in points]
@@ -301,7 +301,7 @@ def mean_course(row: RowRecord, measure: str) -> list[dict[str, float]]:
 
 
 def remarks_on(comparison: Comparison) -> Iterator[str]:
-    """Sentences about the limits of the whole comparison; remarks on single rows are with the rows."""
+    """Remarks on the limits of the whole comparison; a `RowRecord` has the remarks on its row."""
     recipes = [row.recipe for row in comparison.rows]
     if not comparison.one_tokenizer:
         yield (
@@ -347,10 +347,10 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
             tried = [run.choice[name] for run in row.tuning]
             if len(comparison.stages) == len(row.choice) == 1 and tried[number:]:
                 further.append(f"{', '.join(map(str, tried[number:]))} for {row.name}")
-            is_number = all(type(value) in (int, float) for value in tried)  # a switch has no next value
+            is_number = all(type(value) in (int, float) for value in tried)  # True is no number
             if is_number and len(set(tried)) > 1 and row.choice.get(name) in (min(tried), max(tried)):
                 at_end.append(row.name)
         if further:
             yield f"Where the best {name} was the lowest or highest, further values were tried: {'; '.join(further)}."
         if at_end:
-            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried: a value beyond may be better."
+            yield f"The best {name} of {listed(at_end)} is the lowest or highest tried; a value beyond may be better."

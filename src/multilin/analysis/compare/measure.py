@@ -1,4 +1,4 @@
-"""The cost of running models: tokens per second and bytes of state after several lengths; and a sample."""
+"""The cost of generating with the models: tokens per second and bytes of state after prompts; and a sample of text."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ class Prefilled:
     def generate(self, num_tokens: int) -> float:
         """Generate tokens after the prompt, and return the seconds per token."""
         cache, ids = copy.deepcopy(self.cache), self.last_id
-        ids.item()  # waits for the device, as below
+        ids.item()  # waits for the device, as at the end
         begin = time.perf_counter()
         with torch.inference_mode():
             for _ in range(num_tokens):
@@ -53,12 +53,12 @@ class Prefilled:
 
 
 def measure_rows(rows: Sequence[RowRecord], output: Path, prompt: str | None) -> list[RowRecord]:
-    """The rows with generation speed, bytes of state and a sample, each from the row's first finished run.
+    """Return the rows with generation speed, bytes of state and a sample, measured on each row's first finished run.
 
     Args:
         rows: rows with runs in folders below `output`; a row without a finished run is not changed.
         output: folder of the comparison.
-        prompt: what the samples continue; None generates none.
+        prompt: the text that the samples continue; None generates no samples.
     """
     folders = {row.name: output / row.finished[0].folder for row in rows if row.finished}
     runs = {name: load_run(folder) for name, folder in folders.items()}
@@ -79,7 +79,7 @@ def measure_rows(rows: Sequence[RowRecord], output: Path, prompt: str | None) ->
 
 
 def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
-    """The run with the score of its model on all validation documents that it was not tuned on.
+    """Return the run with its final score: on all validation documents that tuning did not use.
 
     Args:
         run: a run in its folder below `output`; a failed run is not changed.
@@ -106,10 +106,10 @@ def prompt_of(recipe: Recipe) -> str:
 
 
 def _measure_decoding(runs: Mapping[str, Run], recipes: Mapping[str, ModelRecipe]) -> dict[str, list[Decoding]]:
-    """Tokens per second and bytes of state after each context, the models taking turns.
+    """Measure tokens per second and bytes of state after each context, with the models in turns.
 
-    A model that is limited to shorter sequences is replaced by one of the same sizes with a higher limit and random
-    weights.
+    For a model that reads only shorter sequences, one of the same sizes with a higher limit and random weights is
+    measured.
     """
     figures: dict[str, list[Decoding]] = {name: [] for name in runs}
     for context in CONTEXTS:
@@ -130,7 +130,7 @@ def _is_long_enough(model: PreTrainedModel, context: int) -> bool:
 
 
 def _long_enough(context: int, recipe: ModelRecipe, trained: PreTrainedModel) -> PreTrainedModel | None:
-    """The trained model if it takes `context` tokens, else one like it that does; None if there is none."""
+    """The trained model if it can read `context` tokens, else a new one of its sizes that can; None if none can."""
     if _is_long_enough(trained, context):
         return trained
     try:
@@ -157,7 +157,7 @@ def _remarks(trained: PreTrainedModel, decoding: list[Decoding]) -> list[str]:
 
 
 def _sample(run: Run, prompt: str) -> str | None:
-    """The text that a model generates after a prompt, always the same; None if it can read no more than the prompt."""
+    """The text that a model generates after a prompt, with a fixed seed; None if there is no room after the prompt."""
     room = SAMPLE_TOKENS
     if run.longest_text is not None:
         room = min(room, run.longest_text + 1 - len(text_codec(run.tokenizer).encode(prompt, is_start=True)))

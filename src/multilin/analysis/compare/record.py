@@ -26,8 +26,8 @@ TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be r
 class Point:
     """A validation in the course of a run.
 
-    seconds: of training, without validations and checkpoints; the first line of metrics.jsonl counts at the median
-        speed.
+    seconds: seconds of training so far, without validations and checkpoints. For the steps before the first line of
+        metrics.jsonl, which include the warm-up, they are computed from the median speed.
     flops: floating-point operations for the tokens so far.
     """
 
@@ -42,11 +42,11 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """One run: a row, a seed, a choice.
+    """One run: a row with a seed and one choice of the tuned values.
 
     failure: the error that ended the run; None if it finished.
     final: the score after the last step on validation documents that tuning did not use; None if there are none.
-    tokens_per_second: median over the lines of metrics.jsonl but the first, which holds the warm-up.
+    tokens_per_second: median over the lines of metrics.jsonl, without the first, which includes the warm-up.
     """
 
     seed: int
@@ -71,7 +71,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Generating one token after `context` tokens: speed, and bytes of the state before it."""
+    """Generation after `context` tokens: tokens per second, and bytes of the state after these tokens."""
 
     context: int
     tokens_per_second: float
@@ -80,12 +80,12 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True)
 class RowRecord:
-    """One model of the comparison; figures that a failed row lacks are None.
+    """One model of the comparison; figures that need a finished run are None if all runs failed.
 
     flops_per_token: operations of training per token. choice: the tuned values that were best on the first seed.
-    tuning: the runs that decided the choice. runs: one for each seed. score: over the finished runs.
-    answers: number of answers that a validation on a task asks for; None on a text.
-    colour: number of the row's colour in the report, which is the same whatever the row's rank.
+    tuning: the runs that decided the choice. runs: one for each seed. score: mean and spread of the finished runs.
+    answers: number of answers that are scored in a validation on a task; None on a text.
+    colour: number of the row's colour in the report; it does not depend on the rank.
     memory: bytes of the trained model's state after a sequence of its training length.
     """
 
@@ -117,12 +117,12 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """The runs of tuning, then the runs of the seeds, each once."""
+        """The runs of tuning, then the runs of the seeds; a run that is both appears once."""
         scored = {run.folder: run for run in self.runs}
         return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 
     def used(self, kind: str) -> float:
-        """Training tokens, FLOPs or seconds of a finished run, on average."""
+        """The training tokens, FLOPs or seconds of a finished run; seconds are the mean over the runs."""
         tokens = self.max_steps * self.tokens_per_step
         return {"tokens": tokens, "flops": tokens * self.flops_per_token, "seconds": self.seconds or 0.0}[kind]
 
@@ -131,12 +131,12 @@ class RowRecord:
 class Comparison:
     """The result of a comparison: its rows, their order, and which differences are more than noise.
 
-    measure: what `score` is, "bits_per_byte" or "accuracy".
+    measure: the unit of `score`: "bits_per_byte" or "accuracy".
     one_tokenizer: whether all rows were trained on the same tokens, so that losses per token can be compared too.
     chance: accuracy of the best guess that does not read the sequence; None on a text.
-    at_chance: finished rows that are no better than chance. If all rows are, no row is called better than another.
-    off_budget: rows that missed the budget by more than TOLERANCE of it, and what their runs used on average. If there
-        are any, no row is called better than another.
+    at_chance: finished rows that are no better than chance. If all rows are, the rows are not ranked.
+    off_budget: rows that missed the budget by more than TOLERANCE of it, and the mean amount that their runs used.
+        If there are such rows, the rows are not ranked.
     order: finished rows, the best first; in the order of the sweep if they are not ranked.
     differences: every row against every better one; none if they are not ranked.
     """
@@ -162,7 +162,7 @@ class Comparison:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether all rows had the same budget and one is above chance, so that one can be called better."""
+        """Whether the rows can be ranked: all kept to the budget, and at least one is above chance."""
         return not self.off_budget and not self.has_no_learner
 
     @property
@@ -172,14 +172,14 @@ class Comparison:
 
     @property
     def best(self) -> list[str]:
-        """The best row, and all that are not known to be worse; empty if the rows are not ranked."""
+        """The best row, and all rows that are not known to be worse; empty if the rows are not ranked."""
         if not self.is_ranked or not self.order:
             return []
         return [self.order[0], *(d.one for d in self.to_best if d.within_noise is not False)]
 
     @property
     def to_best(self) -> list[Difference]:
-        """Every row against the best."""
+        """The differences between the best row and every other row."""
         return [difference for difference in self.differences if difference.other == self.order[0]]
 
     @property
@@ -188,7 +188,7 @@ class Comparison:
         return [*map(self.row, self.order), *(row for row in self.rows if row.score is None)]
 
     def row(self, name: str) -> RowRecord:
-        """The row of a name."""
+        """The row with a name."""
         return next(row for row in self.rows if row.name == name)
 
     def difference_to_best(self, name: str) -> Difference | None:
@@ -197,7 +197,7 @@ class Comparison:
 
 
 def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRecord:
-    """The record of a run from its metrics.jsonl."""
+    """Read the record of a run from its metrics.jsonl."""
     try:
         lines = RunFolder(folder).read_metrics()
     except InputError:
@@ -208,7 +208,7 @@ def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRec
     median = statistics.median(speeds) if speeds else None
     seconds, tokens, course = 0.0, 0, []
     for number, line in enumerate(lines):
-        # The first line may hold the time in which kernels were compiled, once for this machine.
+        # The time of the first line may include the compilation of kernels, which is needed once per machine.
         seconds += (line["tokens"] - tokens) / (line["tokens_per_second"] if number else median)
         tokens = line["tokens"]
         if math.isfinite(line.get("validation_loss", math.nan)):
@@ -220,7 +220,7 @@ def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRec
 
 
 def validation_remarks(rows: Sequence[RowRecord], output: Path) -> list[str]:
-    """What the finished runs in a comparison's folder were validated on, a sentence for each different text."""
+    """Sentences on the validation texts of the finished runs in a comparison's folder, one for each different text."""
     texts = (read_json(RunFolder(output / run.folder).data, "run") for row in rows for run in row.finished[:1])
     found = dict.fromkeys(text["validation"].get("summary") for text in texts)
     return [f"Validation text: {summary}." for summary in found if summary]
@@ -230,7 +230,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
     """Whether a run has taken its last step and left its model."""
     try:
         lines = RunFolder(folder).read_metrics()
-    except InputError:  # it is resumed, which writes the file anew
+    except InputError:  # the run is resumed, which rewrites the file
         return False
     return bool(lines) and lines[-1]["step"] >= max_steps and any((folder / name).is_file() for name in _WEIGHTS)
 
@@ -238,7 +238,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 def make_row(
     plan: Plan, recipe: dict[str, Any], runs: list[RunRecord], tuning: list[RunRecord], measure: str, colour: int
 ) -> RowRecord:
-    """The record of a row from the records of its runs."""
+    """Make the record of a row from the records of its runs."""
     finished = [run for run in runs if run.status == FINISHED]
     remarks = list(plan.remarks)
     if failures := dict.fromkeys(run.failure for run in runs if run.failure):
@@ -257,7 +257,7 @@ def make_row(
 
 
 def _num_answers(plan: Plan) -> int | None:
-    """Answers that a validation asks for on a task; None on a text."""
+    """The number of answers that are scored in a validation on a task; None on a text."""
     recipe = plan.recipe
     if not is_task(recipe.data.name):
         return None
@@ -266,17 +266,17 @@ def _num_answers(plan: Plan) -> int | None:
 
 
 def score_of(run: RunRecord, measure: str) -> float:
-    """The score of a finished run that is reported."""
+    """The reported score of a finished run."""
     return float(getattr(run.result, measure))
 
 
 def sign(measure: str) -> int:
-    """1 where less is better, -1 where more is."""
+    """1 if a lower score is better, -1 if a higher one is."""
     return -1 if measure == "accuracy" else 1
 
 
 def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
-    """The values with the best last validation; the first ones where every run failed."""
+    """The values of the run with the best last validation; the first run's values if every run failed."""
     finished = [run for run in tuning if run.status == FINISHED]
     return min(finished, key=lambda run: sign(measure) * getattr(run.last, measure), default=tuning[0]).choice
 
@@ -284,11 +284,11 @@ def best_choice(tuning: Sequence[RunRecord], measure: str) -> Choice:
 def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float] | None:
     """The next value to try beyond the best one, if the best is the lowest or highest tried; else None.
 
-    It continues the ratio between the best value and its neighbour, rounded if the field has integers.
+    Its ratio to the best value is the ratio of the best value to its neighbour. Integers are rounded.
 
     Args:
-        tuning: runs with positive values of one field; failed ones count as tried. None if all have the same value.
-        measure: by which the runs are judged.
+        tuning: runs with positive values of one field, failed ones too. If all have the same value, the result is None.
+        measure: the measure by which the runs are judged.
     """
     best = best_choice(tuning, measure)
     (name,) = best
@@ -311,14 +311,14 @@ class Ranking(NamedTuple):
 
 
 def ranking(rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float], chance: float | None) -> Ranking:
-    """Which rows are at chance, which missed the budget, the order of the finished rows, and their differences."""
+    """Find the rows at chance and off the budget, the order of the finished rows, and their differences."""
     ((kind, amount),) = budget.items()
     finished = [row for row in rows if row.score is not None]
     scores = {row.name: row.score for row in finished if row.score is not None}
     at_chance = [row.name for row in finished if guesses(row, scores[row.name].mean, chance, len(finished))]
     spent = {row.name: row.used(kind) for row in finished}
     off_budget = {name: value for name, value in spent.items() if abs(value - amount) > TOLERANCE * amount}
-    if kind == "tokens" and len(set(spent.values())) == 1:  # a step has more tokens than the budget had left
+    if kind == "tokens" and len(set(spent.values())) == 1:  # one more step would exceed the budget
         off_budget = {}
     if off_budget or len(at_chance) == len(finished):
         return Ranking(at_chance, off_budget, list(scores), [])
@@ -328,5 +328,5 @@ def ranking(rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float]
 
 
 def guesses(row: RowRecord, accuracy: float, chance: float | None, num_rows: int) -> bool:
-    """Whether the accuracy of one of `num_rows` rows on a task is no more than chance; False on a text."""
+    """Whether the accuracy of a row, of `num_rows`, on a task is no better than chance; False on a text."""
     return chance is not None and not is_above_chance(accuracy, chance, row.answers or 0, num_rows)

@@ -75,7 +75,7 @@ def answers(comparison: Comparison) -> dict[str, str]:
 
 
 def table(comparison: Comparison, columns: Collection[str] = COLUMNS) -> list[list[str]]:
-    """The cells of every row, the best first; on a task also a row for chance."""
+    """The cells of the table of rows, the best row first; a task adds a row for chance."""
     rows = [[COLUMNS[name](comparison, row) for name in columns] for row in comparison.ordered]
     if comparison.chance is not None:
         chance = {"row": "chance", "validation": chance_text(comparison)}
@@ -84,7 +84,7 @@ def table(comparison: Comparison, columns: Collection[str] = COLUMNS) -> list[li
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """The report as Markdown: answers, figures, samples, recipes, and how it was measured."""
+    """The report as Markdown: answers, figures, samples, recipes, and the method of measuring."""
     return render("comparison.md.jinja", **_content(comparison))
 
 
@@ -185,7 +185,7 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
 
 
 def dots(comparison: Comparison) -> list[dict[str, Any]]:
-    """Seeds, mean and spread of every row, and chance, as positions from 0 to 100, for the first chart."""
+    """The first chart: seeds, mean and spread of every row, and chance, as positions from 0 to 100."""
 
     def significance(difference: Difference | None) -> str:
         if difference is None:

@@ -1,6 +1,6 @@
-"""The rows of a sweep: each with its recipe, then with one choice of the tuned fields and the steps of the budget.
+"""The rows of a sweep, and their plans: recipes with one choice of the tuned fields and the steps of the budget.
 
-A row starts from a recipe, whose fields the base and then the row replace. Mistakes are found before training.
+A row starts from a recipe; first the base and then the row replace its fields. Mistakes are found before training.
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ from multilin.training.recipe import Recipe, check_fields_of_start, check_start,
 from multilin.training.resolve import resolve_recipe
 from multilin.training.run_folder import RunFolder
 
-VALIDATIONS, CHECKPOINTS = 10, 4  # of a run, unless the sweep gives other numbers
+VALIDATIONS, CHECKPOINTS = 10, 4  # numbers in a run, unless the sweep gives others
 SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
 LONGEST_PART = 60  # characters of a value in the name of a folder
-Choice = Mapping[str, Any]  # fields of all stages of tuning to one value each
+Choice = Mapping[str, Any]  # all tuned fields, with one value each
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One model of a comparison.
 
-    values: fields of its recipe, nested, without seed, steps and folder, which each run adds.
+    values: nested fields of its recipe, without seed, steps and folder, which are set for each run.
     recipe: the same fields with all defaults.
     stated: the fields that the sweep itself gives, nested.
     """
@@ -77,8 +77,8 @@ class Row:
         names = [name for stage in sweep.stages for name in stage]
         if recipe.training.lora is None and (given := [name for name in names if name.startswith("training.lora.")]):
             raise InputError(
-                f"stages.{given[0]}: given, but the row has no training.lora; start the row from a recipe that has it, "
-                "or leave the row out"
+                f"stages.{given[0]}: given, but the row has no adapters (training.lora); start the row from a recipe "
+                "with training.lora, or leave the row out"
             )
         own = dataclasses.asdict(recipe)
         return {name: get(own, name) for name in names}
@@ -89,11 +89,11 @@ class Plan:
     """A row with one choice, ready to be trained.
 
     recipe: resolved, with the steps of the budget.
-    parameters, embedding_parameters: all, and those in embeddings and the output projection.
-    flops_per_token: of training, see `training_flops_per_token`.
+    parameters, embedding_parameters: numbers of all parameters, and of parameters in embeddings and output.
+    flops_per_token: operations of training, see `training_flops_per_token`.
     text: hash of the prepared text and tokenizer; rows that share it can be compared token by token.
-    remarks: for the reader of the report.
-    is_trial: whether it has only the trial's share of the budget.
+    remarks: sentences for the reader of the report.
+    is_trial: whether the steps are only the trial's share of the budget.
     """
 
     row: Row
@@ -113,7 +113,7 @@ class Plan:
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
     def trial(self, share: float) -> "Plan":
-        """The plan with a share of the steps, validated and saved at its end; with share 1 it is the run itself."""
+        """The plan of a trial, with a share of the steps, validated and saved at its end; with share 1 this plan."""
         if share == 1:
             return self
         steps = max(1, round(share * self.recipe.training.num_steps))
@@ -124,7 +124,7 @@ class Plan:
         return dataclasses.replace(self, recipe=recipe, is_trial=True)
 
     def run(self, output: str, seed: int) -> Recipe:
-        """The recipe of one run, whose folder is OUTPUT/ROW-sSEED, then the values of the choice, then `trial`."""
+        """The recipe of one run; its folder is OUTPUT/ROW-sSEED-CHOICE, and a trial's ends in `-trial`."""
         training = dataclasses.replace(self.recipe.training, seed=seed)
         parts = [self.row.name, f"s{seed}", *_parts(self.choice)] + (["trial"] if self.is_trial else [])
         folder = Path(output, "-".join(parts))
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def speed_name(self) -> str:
-        """The plan's name in speed.json, without numbers of optimizer and schedule, which do not change the speed."""
+        """The plan's name in speed.json, without fields of optimizer and schedule that do not change the speed."""
         free = ("optimizer", "schedule")
         costly = {
             name: v for name, v in self.choice.items() if name == "optimizer.name" or name.split(".")[0] not in free
@@ -141,7 +141,7 @@ class Plan:
 
 
 def rows_of(sweep: Sweep) -> list[Row]:
-    """Every row with its whole recipe.
+    """Return every row of a sweep with its whole recipe.
 
     Raises:
         InputError: an unknown field or recipe, a wrong value, or a field that the sweep decides.
@@ -157,13 +157,13 @@ def rows_of(sweep: Sweep) -> list[Row]:
         if (folder := get(stated, "model.start")) is not None:
             where = "base" if get(base, "model.start") == folder else f"rows.{name}"
             raise InputError(
-                f"{where}.model.start: {shown(folder)} given, but rows take it from a recipe; write a recipe file "
-                "with it, and give the file as `recipe`"
+                f"{where}.model.start: {shown(folder)} given, but only a recipe file can set this field; write one, "
+                "and give it as `recipe`"
             )
         source = get(stated, "data.source")
         if sweep.task is not None and source != f"task:{sweep.task}":
             raise InputError(
-                f"rows.{name}.data.source: {shown(source)} given beside the task {sweep.task}; leave out one of them"
+                f"rows.{name}.data.source: {shown(source)} given with the task {sweep.task}; leave out one of them"
             )
         recipe = stated.pop("recipe", None)
         values = merge(_start(name, recipe, stated, sweep.task), stated)
@@ -172,12 +172,12 @@ def rows_of(sweep: Sweep) -> list[Row]:
         with prefixed(f"rows.{name}."):
             check_fields_of_start(rows[-1].recipe, stated)
         if sweep.task is None and is_task(source := rows[-1].recipe.data.name):
-            raise InputError(f"rows.{name}.data.source: {source} is a task; give `task` in the sweep, or --task")
+            raise InputError(f"rows.{name}.data.source: {source} is a task; give it as the sweep's `task`, or --task")
     return rows
 
 
 def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
-    """The values that a row starts from, before the base and the row change them."""
+    """The values that a row starts from, before the base and the row replace some of them."""
     if recipe is not None:
         if not isinstance(recipe, str):
             raise InputError(
@@ -197,7 +197,7 @@ def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
 
 
 def _parts(choice: Choice) -> list[str]:
-    """A choice as parts of the name of a folder."""
+    """The parts of a folder's name that give the values of a choice."""
     parts = []
     for name, value in choice.items():
         short = f"{value:g}" if isinstance(value, float) else str(value)
@@ -210,7 +210,7 @@ def _parts(choice: Choice) -> list[str]:
 
 
 def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
-    """The plans of all rows before tuning, with each row's own values of the tuned fields.
+    """Plan all rows before tuning, with each row's own values of the tuned fields.
 
     Raises:
         InputError: a row that cannot be trained; the message names it.
@@ -226,7 +226,7 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
 
 
 def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProgress) -> Plan:
-    """The plan of the same row with another choice.
+    """Plan the same row with another choice.
 
     Raises:
         InputError: the choice cannot be trained.
@@ -238,7 +238,7 @@ def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProg
     recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
     steps = round((sweep.trial_share if sweep.stages else 1) * recipe.training.num_steps)
     if (warmup := recipe.schedule.warmup_steps or 0) >= steps:
-        raise InputError(f"schedule.warmup_steps: {warmup} given for a trial of {plural(steps, 'step')}; give fewer")
+        raise InputError(f"schedule.warmup_steps: {warmup} given, but a trial has {plural(steps, 'step')}; give fewer")
     return dataclasses.replace(other, recipe=recipe)
 
 
@@ -262,7 +262,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
     for plan in plans:
         name, tokens = plan.row.name, float(plan.tokens_per_step)
         costs = {"tokens": tokens, "flops": tokens * plan.flops_per_token, "seconds": seconds.get(plan.speed_name, 0.0)}
-        count = int(amount / costs[kind] * (1 + 1e-12))  # so that 2 s have 20 steps of 0.1 s, not 19
+        count = int(amount / costs[kind] * (1 + 1e-12))  # rounding errors aside: 20 steps of 0.1 s fit into 2 s
         if count > MOST_STEPS:
             raise InputError(
                 f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}, more than "
@@ -288,7 +288,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
 
 
 def seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
-    """Median seconds of a step, by `speed_name`; measured once, so that a resumed comparison has the same steps."""
+    """The median seconds of a step, by `speed_name`. A resumed comparison reads them, and so has the same steps."""
     path = output / SPEED_FILE
     speeds = read_speeds(path) if path.is_file() else {}
     times: dict[str, list[float]] = {}
@@ -310,12 +310,12 @@ def read_speeds(path: Path) -> dict[str, float]:
     """
     try:
         return TypeAdapter(dict[str, Amount]).validate_python(read_json(path, "output"))
-    except ValueError as error:  # pydantic's, or ours about the file
+    except ValueError as error:  # an error of pydantic, or an InputError of read_json
         raise InputError(f"output: {path} is damaged; delete it, and the speeds are measured again") from error
 
 
 def _step_times(plan: Plan) -> list[float]:
-    """Seconds of the steps of a short run; a loss that is not finite fails the row's own runs, not this one.
+    """Measure the seconds of steps in a short run, which does not fail if the loss is not finite.
 
     Raises:
         TrainingInterrupted: SIGINT or SIGTERM.

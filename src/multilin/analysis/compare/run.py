@@ -1,4 +1,4 @@
-"""Running a comparison: every run into its folder, then the report."""
+"""Running a comparison: training every run, then writing the report."""
 
 import dataclasses
 import itertools
@@ -44,11 +44,11 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
     Args:
         sweep: what to compare.
         overwrite: replace runs in the folder.
-        progress: told of every run; None shows nothing.
+        progress: shows every run; None shows nothing.
 
     Raises:
-        InputError: a row that cannot be trained, or a folder with runs of another sweep; nothing was trained.
-        TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint; the same call resumes there.
+        InputError: a row that cannot be trained, or a folder with runs of another sweep. Nothing was trained then.
+        TrainingInterrupted: SIGINT or SIGTERM came. A checkpoint was saved, from which the same call resumes.
     """
     if num_processes() > 1:
         raise InputError("compare: runs in one process; start it without torchrun")
@@ -56,7 +56,7 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
     if sweep.task is not None:
         find_task(sweep.task)
     output = Path(sweep.output)
-    with locked_folder("output", sweep.output):  # not `output`, as a Path hides an empty name, which is refused
+    with locked_folder("output", sweep.output):  # the text, as Path("") would not be refused
         if (output / RECIPE_FILE).exists():
             raise InputError(f"output: {output} holds a run; give another folder for the comparison")
         for name in (*REPORT_FILES, SPEED_FILE):
@@ -75,7 +75,7 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
         for plan, runs in zip(plans, tuning.values(), strict=True)
     }
     runs: dict[str, list[RunRecord]] = {name: [] for name in best}
-    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # seed by seed, to compare rows early
+    for seed, (name, plan) in itertools.product(sweep.seeds, best.items()):  # all rows with one seed before the next
         runs[name].append(training.run(plan, seed))
     rows = []
     for name, plan in best.items():
@@ -105,18 +105,18 @@ class _Training:
     def __init__(self, sweep: Sweep, overwrite: bool, progress: TrainingProgress) -> None:
         self.sweep, self.overwrite, self.progress = sweep, overwrite, progress
         self.measure = "accuracy" if sweep.task else "bits_per_byte"
-        self._num_trials: dict[str, int] = {}  # of each row; until it is tuned, at most
+        self._num_trials: dict[str, int] = {}  # of each row; before its tuning, the most it can have
         self._num_others = 0
-        self._work: dict[str, float] = {}  # of the runs of each row that are not done, see `_work_of`
-        self._done: dict[str, tuple[float, float]] = {}  # of each row: work and seconds of its last run
+        self._work: dict[str, float] = {}  # left in each row's runs, see `_work_of`
+        self._done: dict[str, tuple[float, float]] = {}  # work and seconds of each row's last run
         self._plans: dict[str, Plan] = {}
         self._trained: dict[str, RunRecord] = {}
 
     def begin(self, plans: list[Plan]) -> None:
-        """Count the runs. Refuse known folders that hold other runs, or clear all folders to overwrite."""
+        """Count the runs, and check the folders that are known so far; to overwrite, clear all folders of the rows."""
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
-            is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # the best trial is then its run
+            is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # its run is the best trial
             self._num_trials[plan.row.name] = len(trials)
             num_others = len(self.sweep.seeds) - is_first_seed_tried
             self._num_others += num_others
@@ -127,7 +127,7 @@ class _Training:
                 planned = self.plan(plan, choice)
                 for run in (planned, planned.trial(self.sweep.trial_share)):
                     self.check(run.run(self.sweep.output, seed))
-        # Also folders of later stages: a stopped comparison is resumed without the flag, and would refuse them.
+        # Clear also folders of later stages: resuming, which is done without --overwrite, would refuse their old runs.
         for plan, seed in itertools.product(plans if self.overwrite else (), self.sweep.seeds):
             for ending in ("", "-*"):
                 for path in Path(self.sweep.output).glob(f"{plan.row.name}-s{seed}{ending}/{RECIPE_FILE}"):
@@ -135,14 +135,14 @@ class _Training:
                         RunFolder(path.parent).clear()
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
-        """A row's plan with another choice, made once."""
+        """A row's plan with another choice, cached."""
         name = f"{plan.row.name} {choice}"
         if name not in self._plans:
             self._plans[name] = plan_choice(self.sweep, plan, choice, self.progress)
         return self._plans[name]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a run whose folder holds another run, or is inside the text."""
+        """Refuse a run if its folder holds another run or is inside the folder of its text."""
         path = Path(recipe.output)
         check_folder("output", path)
         RunFolder(path).check_outside(recipe)
@@ -152,13 +152,13 @@ class _Training:
             name, old, new = difference
             raise InputError(
                 f"output: {path} holds a run with {name} {old!r}, but this comparison has {new!r}; give another "
-                "--output, or replace it with --overwrite"
+                "--output, or replace the run with --overwrite"
             )
 
     def tune(self, plan: Plan) -> list[RunRecord]:
-        """The trials of a row, on the first seed: every stage with the best choice so far, then values beyond the ends.
+        """Try the choices of every stage on the first seed, then values beyond the ends; return a row's trials.
 
-        A choice that was tried before is not tried again.
+        Each stage starts from the best choice so far. A choice that was tried before is not tried again.
         """
         tuning: list[RunRecord] = []
         best, num_before = plan.choice, len(self._trained)
@@ -183,7 +183,7 @@ class _Training:
         return tuning
 
     def _try(self, plan: Plan, choice: Choice) -> RunRecord:
-        """A trial; a choice that cannot be trained has failed."""
+        """Run a trial; a choice that cannot be trained counts as a failed run."""
         seed = self.sweep.seeds[0]
         try:
             planned = self.plan(plan, choice)
@@ -194,7 +194,7 @@ class _Training:
         return self.run(planned.trial(self.sweep.trial_share), seed)
 
     def run(self, plan: Plan, seed: int) -> RunRecord:
-        """One run, trained unless it is finished."""
+        """Return the record of a run, which is trained unless it is finished."""
         recipe = plan.run(self.sweep.output, seed)
         self.check(recipe)
         folder, failure, max_steps = Path(recipe.output), None, recipe.training.num_steps
@@ -202,7 +202,7 @@ class _Training:
             total = sum(self._num_trials.values()) + self._num_others
             heading = f"[{len(self._trained) + 1}/{total}] {folder.name}"
             if is_finished(folder, max_steps) and not self.overwrite:
-                self.progress.message(f"{heading}: done before")
+                self.progress.message(f"{heading}: finished before")
             else:
                 size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
                 self.progress.message(f"{heading}: {size}")
@@ -216,20 +216,20 @@ class _Training:
         return self._trained[recipe.output]
 
     def _work_of(self, plan: Plan) -> float:
-        """The work of a run, about proportional to its time: seconds of the budget, or operations."""
+        """The work of a run, roughly proportional to its time: the seconds of the budget, or FLOPs."""
         if (seconds := self.sweep.budget.seconds) is not None:
             return seconds * (self.sweep.trial_share if plan.is_trial else 1)
         return plan.recipe.training.num_steps * plan.tokens_per_step * plan.flops_per_token
 
     def _seconds_after(self, plan: Plan, seconds: float) -> float:
-        """Seconds of all later runs if this run takes `seconds`; rows that have not run are taken to be as fast."""
+        """Estimate the seconds of all later runs if this run takes `seconds`. Rows without a run count as equal."""
         here = self._work_of(plan)
         left = self._work | {plan.row.name: self._work[plan.row.name] - here}
         done = {plan.row.name: (here, seconds)} | self._done
         return sum(max(work, 0.0) * s / w for name, work in left.items() for w, s in [done.get(name, (here, seconds))])
 
     def _train(self, recipe: Recipe) -> str | None:
-        """Train, and return the error as a sentence; None if there is none."""
+        """Train, and return the error as a sentence, or None if training succeeded."""
         resume = not self.overwrite and (Path(recipe.output) / RECIPE_FILE).is_file()
         try:
             train(recipe, resume=resume, overwrite=self.overwrite, progress=self.progress)

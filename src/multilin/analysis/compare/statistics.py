@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from scipy import special
 
 LEVEL = 0.05  # a difference with a larger p is within noise
-FEWEST_SEEDS = 3  # for a test
+FEWEST_SEEDS = 3  # that a test needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Two rows: mean of one minus mean of the other, which is better or equal.
+    """The difference of two rows: the mean score of `one` minus the mean of `other`, which is better or equal.
 
-    share: by which the other lowers the bits per byte of one, or its share of wrong answers; None where that is 0.
-    interval: of the difference, with a probability of 95 %.
+    share: the difference divided by the bits per byte, or the share of wrong answers, of `one`; None if that is 0.
+    interval: the 95 % confidence interval of the difference.
     p: probability of a difference at least this large between rows that do not differ, corrected by Holm's method for
         all pairs that were tested.
     unknown: why there is no interval and no p; empty if there are both.
@@ -47,18 +47,18 @@ class Difference:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and standard deviation of at least one value."""
+    """The mean and standard deviation of at least one value."""
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return Spread(statistics.fmean(values), deviation, len(values))
 
 
 def pairwise(scores: Mapping[str, Spread], measure: str, guessing: Sequence[str] = ()) -> list[Difference]:
-    """Every row against every better one.
+    """Compare every row with every better one.
 
     Args:
-        scores: of rows by name, the best first.
+        scores: the scores of rows by name, the best first.
         measure: "bits_per_byte" or "accuracy".
-        guessing: rows that are no better than chance, between which nothing is tested.
+        guessing: rows that are no better than chance; two such rows are not tested against each other.
     """
     found = []
     for place, (one, worse) in enumerate(scores.items()):
@@ -73,16 +73,16 @@ def pairwise(scores: Mapping[str, Spread], measure: str, guessing: Sequence[str]
 
 
 def _tested(difference: Difference, one: Spread, other: Spread) -> Difference:
-    """With p and interval of Welch's t-test, two-sided, which does not assume equal variances.
+    """Add p and interval of Welch's two-sided t-test, which does not assume equal variances.
 
         t = (m1 - m2) / sqrt(v1 + v2)      v = s^2 / n      df = (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1))
 
-    Neither for fewer than three values, nor for equal ones, whose variance is not known to be 0.
+    There is no test for fewer than three values, nor for equal ones, whose true variance is not known.
     """
     if min(one.count, other.count) < FEWEST_SEEDS:
         return dataclasses.replace(difference, unknown="too few seeds for a test")
     if not one.deviation or not other.deviation:
-        return dataclasses.replace(difference, unknown="no spread between seeds for a test")
+        return dataclasses.replace(difference, unknown="all seeds of a row have the same score")
     first, second = one.deviation**2 / one.count, other.deviation**2 / other.count
     freedom = (first + second) ** 2 / (first**2 / (one.count - 1) + second**2 / (other.count - 1))
     error, mean = math.sqrt(first + second), difference.difference
@@ -92,7 +92,7 @@ def _tested(difference: Difference, one: Spread, other: Spread) -> Difference:
 
 
 def _corrected(differences: list[Difference]) -> list[Difference]:
-    """With p by Holm's method: the smallest of m times m, the next times m - 1, ..., and none below the one before."""
+    """Correct p by Holm's method: the smallest of m is multiplied by m, the next by m - 1, ...; none may decrease."""
     tested = sorted((d.p, place) for place, d in enumerate(differences) if d.p is not None)
     largest = 0.0
     for rank, (p, place) in enumerate(tested):
@@ -102,9 +102,9 @@ def _corrected(differences: list[Difference]) -> list[Difference]:
 
 
 def is_above_chance(accuracy: float, chance: float, num_answers: int, num_rows: int) -> bool:
-    """Whether guessing rarely has as many right answers, by a binomial test, corrected for the number of rows.
+    """Whether an accuracy is above chance, by a binomial test that is corrected for the number of rows.
 
-    All seeds answer the same questions, so their mean is tested like a single seed.
+    All seeds answer the same questions, so their mean is tested like the accuracy of a single seed.
     """
     num_right = round(accuracy * num_answers)
     return bool(num_right > 0 and special.bdtrc(num_right - 1, num_answers, chance) <= LEVEL / num_rows)

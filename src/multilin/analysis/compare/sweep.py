@@ -42,7 +42,7 @@ class Budget:
 
     tokens: Amount | None = None  # training tokens of a run
     flops: Amount | None = None  # floating-point operations of a run, as `training_flops_per_token` counts them
-    seconds: Amount | None = None  # seconds of training, validation not included, by the speed measured before
+    seconds: Amount | None = None  # seconds of training without validation; measured speed gives the steps
 
     @property
     def given(self) -> dict[str, float]:
@@ -54,16 +54,16 @@ class Budget:
 class Sweep:
     """A comparison as plain data: models, seeds and budget."""
 
-    rows: Annotated[dict[Name, Section | None], MaxLen(100)]  # name to fields of the row's recipe, and `recipe`
+    rows: Annotated[dict[Name, Section | None], MaxLen(100)]  # name to the row's `recipe` and other fields
     title: str = ""  # heading of the report
-    base: Section = field(default_factory=dict)  # fields that all rows share, and `recipe`
-    seeds: Annotated[list[Seed], MaxLen(100)] = field(default_factory=lambda: [0, 1, 2])  # a run of every row for each
+    base: Section = field(default_factory=dict)  # `recipe` and other fields that all rows share
+    seeds: Annotated[list[Seed], MaxLen(100)] = field(default_factory=lambda: [0, 1, 2])  # every row has a run for each
     budget: Budget = field(default_factory=Budget)  # of each run
     task: str | None = None  # a recall task instead of a text, such as mqar
-    stages: Annotated[list[Stage], MaxLen(20)] = field(default_factory=list)  # of tuning: fields to the values tried
-    trial_share: Share = 1.0  # of the budget that a trial of tuning has
-    extend: RepeatCount = 0  # at most this many further values where the best is the lowest or highest
-    final_half: bool = False  # tune on one half of the validation documents, and report the score on the other
+    stages: Annotated[list[Stage], MaxLen(20)] = field(default_factory=list)  # of tuning: fields to values to try
+    trial_share: Share = 1.0  # share of the budget that each trial of tuning gets
+    extend: RepeatCount = 0  # most further values to try where the best is the lowest or highest
+    final_half: bool = False  # tune on half of the validation documents, and score on the other half
     like: PathText | None = None  # a sweep file beside this one, whose base and rows this one changes
     output: PathText = ""  # folder for the runs and the report
     colours: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows in the order of their colours
@@ -74,7 +74,7 @@ class Sweep:
 
 
 def builtin_sweep(task: str | None = None) -> Sweep:
-    """All architectures, GPT-2 and Llama: on the text inside every Python installation, or smaller on a task."""
+    """The sweep of all architectures, GPT-2 and Llama: on the text inside Python, or with smaller models on a task."""
     name = TEXT_SWEEP if task is None else TASK_SWEEP
     return load_sweep(Path(str(resources.files("multilin") / "sweeps" / f"{name}.yaml")))
 
@@ -82,7 +82,7 @@ def builtin_sweep(task: str | None = None) -> Sweep:
 def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
     """Return the sweep of a file, or a sweep of recipes and models by name; without a name, the built-in sweep.
 
-    A model by name takes text, tokenizer, sizes and batches of the first recipe, so that they can be compared.
+    A model given by name gets the text, tokenizer, sizes and batches of the first recipe.
 
     Args:
         names: a sweep file, or recipes and models.
@@ -100,7 +100,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
             return load_sweep(path)
         if path.suffix in (".yaml", ".yml") and not path.exists():
             raise InputError(f"ROWS: there is no file {shorten(names[0])}; give a sweep file, or two or more recipes")
-    # Imported here, because it imports PyTorch and all else in this file is quick.
+    # Imported here, because it imports PyTorch, which takes seconds.
     from multilin.model.factory import model_names
 
     known = model_names()
@@ -121,7 +121,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
 
 
 def _row_name(recipe: str) -> str:
-    """The name of a recipe's row: of its file or run, with _ for characters that a row's name cannot have."""
+    """The row's name for a recipe: the name of its file or run, with _ for characters that are not allowed."""
     path = Path(recipe)
     return re.sub(r"[^\w.+-]", "_", path.stem if path.suffix in (".yaml", ".yml") else path.resolve().name)
 
@@ -142,7 +142,7 @@ def load_sweep(path: Path) -> Sweep:
 
 
 def _read_sweep(path: Path, name: str) -> Sweep:
-    """The fields of one file alone; messages begin with the name."""
+    """Read one file without its `like`; messages begin with `name`."""
     values = read_yaml(path, name)
     if not isinstance(values, dict):
         raise InputError(f"{name}: {shorten(str(path))} should hold `rows:` and `budget:`, not {shown(values)}")
@@ -165,7 +165,7 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
-    """Turn dotted names into nested dictionaries; `where` is their place in the sweep file, or `--` for flags.
+    """Turn dotted names into nested dictionaries. `where` is their section of the sweep file, or `--` for flags.
 
     Raises:
         InputError: a field that the sweep decides.
@@ -179,27 +179,27 @@ def nested(values: Mapping[str, Any], where: str) -> Values:
 
 
 def check_sweep(sweep: Sweep) -> None:
-    """Check what the types of the fields cannot check.
+    """Check the conditions that the types of the fields cannot express.
 
     Raises:
-        InputError: no rows or a name that cannot be a folder's, seeds twice, not one budget, a field that is not tuned.
+        InputError: no rows, a name that no folder can have, equal seeds, not one budget, a field that cannot be tuned.
     """
     if not sweep.rows:
         raise InputError("rows: none given; a sweep compares at least one row")
     for name in sweep.rows:
         if not _ROW_NAME.fullmatch(name):
-            raise InputError(f"rows: {shown(name)} given, but names of rows have only letters, digits and . _ + -")
+            raise InputError(f"rows: {shown(name)} given, but a row's name has only letters, digits and . _ + -")
     if not sweep.seeds or len(set(sweep.seeds)) < len(sweep.seeds):
         raise InputError(f"seeds: {sweep.seeds} given, but it should be a list of different numbers, such as [0, 1, 2]")
     if len(sweep.budget.given) != 1:
         given = " and ".join(sweep.budget.given) or "nothing"
         raise InputError(f"budget: {given} given, but it should be exactly one of tokens, flops and seconds")
     for number, stage in enumerate(sweep.stages):
-        nested(stage, f"stages.{number}")  # refuses what the sweep decides
+        nested(stage, f"stages.{number}")  # refuses fields that the sweep decides
         for name in stage:
             if name.split(".")[0] not in _TUNED:
                 raise InputError(
-                    f"stages.{number}.{name}: given, but {listed(_TUNED)} can be tuned; make rows for other fields"
+                    f"stages.{number}.{name}: given, but only {listed(_TUNED)} can be tuned; write several rows instead"
                 )
         if (num_choices := math.prod(map(len, stage.values()))) > MOST_CHOICES:
             raise InputError(f"stages.{number}: {num_choices} combinations given, but at most {MOST_CHOICES} are tried")
@@ -221,14 +221,14 @@ def changed(
     changes: Mapping[str, Any],
     only: Sequence[str] | None = None,
 ) -> Sweep:
-    """The sweep with the changes of the command line.
+    """Return the sweep with the changes of the command line.
 
     Args:
-        sweep: of a file, or built in.
-        budget: replaces the sweep's if one is given.
-        num_seeds: number of seeds, which are 0, 1, ...; None keeps the sweep's.
-        task: replaces the sweep's.
-        changes: dotted fields of the recipe to their values, for every row; `output` is the sweep's.
+        sweep: the sweep of a file, or the built-in one.
+        budget: replaces the sweep's budget, unless it is empty.
+        num_seeds: number of seeds, which are 0, 1, ...; None keeps the sweep's seeds.
+        task: replaces the sweep's task; None keeps it.
+        changes: dotted fields of every row's recipe to their values; `output` changes the sweep's field.
         only: names of the rows to keep; None keeps all.
 
     Raises:
@@ -256,14 +256,14 @@ def changed(
         seeds=list(range(num_seeds)) if num_seeds else sweep.seeds,
         task=sweep.task if task is None else task,
         output=output,
-        colours=sweep.colours or list(sweep.rows),  # a row keeps its colour where others are left out
+        colours=sweep.colours or list(sweep.rows),  # a row keeps its colour if --only leaves out others
     )
     check_sweep(sweep)
     return sweep
 
 
 def _frame(recipe: Recipe, *, with_text: bool) -> Values:
-    """The fields of a recipe that models compared with it share: sizes, batches, and text if `with_text`."""
+    """The fields of a recipe for the models that are compared with it: sizes, batches, and the text if `with_text`."""
     values, model = dataclasses.asdict(recipe), recipe.model
     num_layers = len(model.layers) if model.layers else model.num_layers
     sizes = {"hidden_size": model.hidden_size, "n_positions": model.n_positions}
@@ -283,11 +283,11 @@ def _is_extendable(stages: Sequence[Mapping[str, list[Any]]]) -> bool:
 
 
 def choices_of(stage: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every combination of a stage's values, over the best choice so far.
+    """Return every combination of a stage's values, with the best choice so far for the other fields.
 
     Args:
-        stage: field to the values tried, numbers or multiples of the best so far such as `x0.5`.
-        best: field to value, of all fields of all stages.
+        stage: fields to the values tried; `x0.5` is half of the best value so far.
+        best: the best value so far of every field of all stages.
 
     Raises:
         InputError: a multiple of a value that is not a number.
@@ -305,14 +305,14 @@ def _is_positive(value: Any) -> bool:
 
 
 def _value(name: str, value: Any, best: Any) -> Any:
-    """A value of a stage; a multiple such as `x0.5` multiplies the best value so far.
+    """The value that an entry of a stage gives; a multiple such as `x0.5` multiplies the best value so far.
 
-    YAML reads 0 and 1 as integers. Beside a float they become floats, as multiples of integers are rounded.
+    YAML reads 0 and 1 as integers. If the best value is a float they become floats: multiples of integers are rounded.
     """
     factor = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
     if factor is None:
         return float(value) if isinstance(best, float) and type(value) is int else value
     if not isinstance(best, int | float):
-        raise InputError(f"stages.{name}: {value} given, but it multiplies a number, and the row has {shown(best)}")
+        raise InputError(f"stages.{name}: {value} given, but the row has {shown(best)}, which is not a number")
     product = best * float(factor[1])
     return max(1, round(product)) if isinstance(best, int) else float(f"{product:.6g}")

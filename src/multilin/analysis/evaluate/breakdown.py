@@ -1,4 +1,4 @@
-"""A score broken down by position, by document, by kind of token, and by frequency of the token."""
+"""A score on a text, broken down by position, document, kind of token, and frequency of the token."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ CLASSES = ("word start", "word continuation", "digits", "punctuation", "space", 
 FREQUENCIES = (10, 100, 1000)
 NUM_EXTREMES = 3
 QUANTILES = (0.1, 0.5, 0.9)
-FEWEST_BYTES = 100  # of a document that is ranked
+FEWEST_BYTES = 100  # that a document needs to be ranked
 OPENING_TOKENS = 12
 
 
@@ -47,13 +47,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A score and its parts; in each list every scored token is in one part, so the parts sum to the whole.
+    """A score and its parts. In each list of parts, every scored token belongs to exactly one part.
 
-    by_position: by the number of tokens read before, the start token included, in bins that double in size.
+    by_position: by the number of earlier tokens, the start token included, in bins that double in size.
     by_document: one part per document with a scored token, in order; its name is the number of the document.
-    by_class: by the kind of token, `CLASSES`.
+    by_class: by the kind of token, one of `CLASSES`.
     by_frequency: by the token's rank in this text, most frequent first.
-    openings: the first words of the best and worst documents, by number.
+    openings: number to first words, for the best and worst documents.
     """
 
     evaluation: Evaluation
@@ -70,7 +70,7 @@ class Breakdown:
 
 
 class _Tally:
-    """Sums of tokens, bytes and nats for each group, by its number."""
+    """The sums of tokens, bytes and nats of each group; groups are numbered."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.sums = names, np.zeros((3, len(names)))
@@ -88,7 +88,7 @@ class _Tally:
 
 
 def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrainedTokenizerFast) -> Breakdown:
-    """Sum the losses of `read_blocks` or `read_whole` by group of tokens.
+    """Sum the losses that `read_blocks` or `read_whole` yields, by group of tokens.
 
     Raises:
         InputError: there is no token to score.
@@ -96,7 +96,7 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
     kinds = TokenKinds(tokenizer, packed.description.vocab_size)
     counts_V = packed.token_counts()
     if packed.is_answer is None:
-        counts_V[packed.description.start_token_id] = 0  # begins documents and is not scored
+        counts_V[packed.description.start_token_id] = 0  # begins documents, so it is not scored
     frequency_V = _frequency_classes(counts_V)
     num_bins = math.floor(math.log2(max(packed.num_tokens, 2))) + 1
     edges = [0, *FREQUENCIES]
@@ -111,7 +111,7 @@ def break_down(scored: Iterable[Scored], packed: PackedText, tokenizer: PreTrain
         tokens, before = packed.tokens[part.places].astype(np.int64), packed.tokens[part.places - 1].astype(np.int64)
         sizes = packed.token_sizes(tokens)
         total.add(np.zeros_like(tokens), sizes, part.losses)
-        # frexp is exact where log2 would round.
+        # log2 would round; frexp is exact.
         by_position.add(np.frexp(part.contexts)[1].astype(np.int64) - 1, sizes, part.losses)
         by_document.add(np.searchsorted(packed.document_starts, part.places, side="right") - 1, sizes, part.losses)
         by_class.add(kinds.classes(tokens, before), sizes, part.losses)
@@ -143,7 +143,7 @@ class TokenKinds:
         self._ends_word = np.array([text[-1:].isalnum() for text in all_texts])
 
     def classes(self, tokens: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number in CLASSES of each token after the one before it."""
+        """The class of each token, given the token before it, as an index into CLASSES."""
         kinds = self._kind[tokens]
         goes_on = self._ends_word[before] & ~self._begins_apart[tokens]
         return np.where((kinds == CLASSES.index("word start")) & goes_on, CLASSES.index("word continuation"), kinds)
@@ -172,7 +172,7 @@ def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def as_data(breakdown: Breakdown) -> dict[str, Any]:
-    """The score and its parts as plain data; of documents only the number, and quantiles and extremes of the score."""
+    """The score and its parts as plain data; documents are summed up by number, quantiles, best and worst."""
     return dataclasses.asdict(breakdown.evaluation) | {
         "by_position": _data(breakdown.by_position),
         "by_document": _documents(breakdown),

@@ -1,4 +1,4 @@
-"""Scoring a trained model on a text: the validation text of its own run, or any source."""
+"""Scoring a trained model on a text: the validation text of its run, or another source."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ from multilin.training.recipe import Recipe, load_recipe
 from multilin.training.run_folder import RunFolder
 
 BLOCK_SIZE = 1024  # tokens, for a model without a longest text and without a recipe
-CHUNK_TOKENS = 512  # in one forward pass, where documents are read whole
+CHUNK_TOKENS = 512  # tokens in one forward pass, if documents are read whole
 
 DEFAULTS = EvaluationSettings()
 
@@ -41,7 +41,7 @@ def break_down_run(
 ) -> Breakdown:
     """Score a run on a text, as a whole and by groups of tokens.
 
-    The text is read in blocks as long as in training, or as long as the model can read.
+    The text is read in blocks, see `block_size`.
 
     Args:
         run: the model and its tokenizer.
@@ -67,7 +67,7 @@ def break_down_run(
             scored = read_whole(whole_model, packed, max_tokens=max_tokens, progress=report)
         else:
             longest = block_size(run, recipe)
-            if settings.source is not None:  # the run's own text is checked where it is read
+            if settings.source is not None:  # validation_text checks the run's own text
                 check_cuts(packed, longest, "source")
             size = max(2, min(longest, packed.num_tokens))  # a short text is not padded
             batch_size = settings.batch_size
@@ -82,12 +82,12 @@ def break_down_run(
 
 
 def recipe_of(run: Run) -> Recipe | None:
-    """The recipe in the folder of a run, if it has one."""
+    """The recipe in the folder of a run; None if there is none."""
     return load_recipe(run.folder) if (run.folder / RECIPE_FILE).is_file() else None
 
 
 def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_progress) -> PackedText:
-    """The text a run was validated on, which its recipe names.
+    """Read the validation text of the run, which its recipe names.
 
     Raises:
         InputError: there is no recipe, or its text cannot be read.
@@ -117,7 +117,7 @@ def _text_identity(folder: Path) -> str | None:
 
 
 def block_size(run: Run, recipe: Recipe | None) -> int:
-    """Tokens in a block: as in training, or without a recipe the longest text the model can read."""
+    """The tokens in a block: as in training; without a recipe, as many as the model can read, or `BLOCK_SIZE`."""
     return recipe.model.n_positions if recipe else run.longest_text or BLOCK_SIZE
 
 
@@ -129,11 +129,11 @@ def read_whole(
     max_tokens: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Scored]:
-    """Score every document from start to end, however long: each token is predicted from all tokens before it.
+    """Score every document as a whole: each token is predicted from all earlier tokens of the document.
 
     In conversations only the tokens of answers are scored.
 
-    The state carries the past from chunk to chunk, so memory does not grow.
+    The state carries the past from chunk to chunk, so memory does not grow with the length of the document.
 
     Args:
         model: a model without a longest text; its training mode is not changed.
@@ -163,7 +163,7 @@ def read_whole(
 
 
 def check_reads_any_length(run: Run) -> MultilinForCausalLM:
-    """The model of a run, if it reads texts of any length in constant memory.
+    """Return the model of a run if it reads texts of any length in constant memory; else fail.
 
     Raises:
         InputError: the model has a longest text, or is not a model of multilin.

@@ -30,9 +30,9 @@ class MultilinLM(HFLM):
     """A run as a model of lm-eval.
 
     Texts are cut into windows as in `evaluate`: a window predicts as many tokens as a block, the start token precedes a
-    text, and special tokens that a text spells out are read as text. For a text of whole windows `bits_per_byte` and
-    `byte_perplexity` therefore equal `evaluate`'s. In a last window that is not full, lm-eval gives the model more
-    context. Contexts of other tasks begin without a start token, which is lm-eval's default.
+    text, and special tokens that a text spells out are read as text. If the last window is full, `bits_per_byte` and
+    `byte_perplexity` therefore equal the results of `evaluate`. If it is not, lm-eval gives the model more context
+    there. In tasks that are not about whole texts, contexts have no start token, which is lm-eval's default.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ def evaluate_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, dict[str, dict[str, float | None]]]:
-    """The scores of a run on tasks of lm-eval: {task: {metric: {"value": ..., "standard_error": ... or None}}}.
+    """Score a run on tasks of lm-eval: {task: {metric: {"value": ..., "standard_error": ... or None}}}.
 
     Args:
         run: the model and its tokenizer.
         tasks: names of tasks or groups.
         folder: a folder with further tasks (YAML).
         trust_task_code: allow code in the folder to run. lm-eval imports the Python files that `!function` names and
-            evaluates templates without a sandbox; the YAML alone does not show what either does.
-        limit: examples of each task; None takes all.
+            evaluates templates without a sandbox; the YAML file alone does not show what they do.
+        limit: number of examples of each task; None takes all.
         batch_size: sequences per forward pass.
 
     Raises:
@@ -97,7 +97,7 @@ def evaluate_tasks(
     """
     if folder is not None:
         _check_folder(Path(folder), trust_task_code)
-    # A mistake in a user's task can raise any exception; lm-eval's own tasks can only lack their data.
+    # A mistake in a user's task can raise any exception; tasks of lm-eval fail only if their data is missing.
     with as_input_error(
         lambda reason: f"tasks: {shorten(', '.join(tasks))} cannot be run ({reason})",
         OSError if folder is None else Exception,
@@ -118,7 +118,7 @@ def evaluate_tasks(
 
 
 def _check_folder(folder: Path, is_trusted: bool) -> None:
-    """Refuse a folder that is not trusted or missing, or has pipes or broken links, on which lm-eval fails."""
+    """Refuse a folder that is missing or not trusted, or has pipes or broken links, which lm-eval cannot read."""
     if not is_trusted:
         raise InputError(
             f"--task-folder: {shorten(str(folder))} can run code, as lm-eval imports Python from it and evaluates its "
@@ -131,7 +131,7 @@ def _check_folder(folder: Path, is_trusted: bool) -> None:
 
 
 def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:
-    """A manager that knows the tasks; lm-eval's own thousands of files are searched only if needed."""
+    """Return a manager that knows the tasks. It searches the thousands of files in lm-eval only if needed."""
     if folder is not None:
         manager = TaskManager(include_path=folder, include_defaults=False)
         if set(tasks) <= set(manager.all_tasks):

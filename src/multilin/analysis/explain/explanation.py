@@ -21,9 +21,9 @@ from multilin.runs.load import longest_text
 
 NUM_GUESSES = 3
 
-ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers gives it."
-MEAN = "A weight is the mean of the shares over all layers and heads; each token's weight on itself is included."
-FEWEST_RANKED = 3  # tokens, for a rank correlation that means something
+ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers reports it."
+MEAN = "A weight is the mean of the shares over all layers and heads, with the weight of the position's own token."
+FEWEST_RANKED = 3  # fewest tokens for a rank correlation
 MOST_LOGITS = 2**24  # in one forward pass
 
 
@@ -34,7 +34,7 @@ class Removal:
     loss_change_TS: increase of -ln p of the token that follows; nan after the last token.
     divergence_TS: Kullback-Leibler divergence sum_w p(w) ln(p(w) / q(w)) of the predictions with (p) and without (q)
         the token.
-    Both are nan for the start token, which is not removed, and for tokens after t, which are not read.
+    Both are nan for the start token, which is never removed, and for s > t, as position t does not read later tokens.
     """
 
     loss_change_TS: NDArray[np.float64]
@@ -44,10 +44,10 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """(B, T, V) float64 at all positions, or at the last `kept`; models that take positions get `positions_BT`."""
+    """Log probabilities (B, T, V) in float64, at the last `kept` positions (0: all). `positions_BT` are optional."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
-        # Without a mask transformers takes a gap in the positions for the start of another text.
+        # Without a mask, transformers would read a gap in the positions as the start of another text.
         arguments |= {"position_ids": positions_BT, "attention_mask": torch.ones_like(ids_BT)}
     with torch.inference_mode():
         logits: Tensor = model(**arguments).logits
@@ -60,8 +60,8 @@ def measure_removal(
     """Remove each token but the first and read the text again.
 
     The other tokens keep their positions if the model has positions; otherwise the removal of an early token would
-    mostly measure the shift of all others. Windows reach one token further back across the gap. The prediction after
-    the removed token s is the prediction of the token before it. `progress` is called with the number of tokens done.
+    mostly measure the shift of all others. A window that contains the gap reaches one token further back. Without
+    token s, the prediction after it is the one after token s - 1. `progress` is called with the number of tokens done.
 
     Cost: T - 1 forward passes over T - 1 tokens.
     """
@@ -72,7 +72,7 @@ def measure_removal(
     for first in range(1, num_tokens, batch_size):
         removed = range(first, min(first + batch_size, num_tokens))
         left_BK = torch.stack([place_T[place_T != place] for place in removed])
-        # Predictions before the first removed token do not change.
+        # Only predictions from the first removed token on can change.
         without_BKV = next_token_log_probabilities(model, ids_T[left_BK], num_tokens - first, left_BK)
         for place, all_KV in zip(removed, without_BKV, strict=True):
             with_KV, without_KV = whole_TV[place:], all_KV[place - first :]
@@ -86,11 +86,11 @@ def measure_removal(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether tokens with larger weights are tokens whose removal changes more.
+    """How well the weights of tokens agree with the effects of removing them.
 
     correlation: mean over positions of Spearman's rank correlation between the weights of the tokens that the position
         reads and the divergences that their removal causes there; None if no position reads enough tokens.
-    nearness: the same for the nearness of the tokens instead of their weights.
+    nearness: the same correlation for the nearness of the tokens instead of their weights.
     positions: number of positions in the mean.
     """
 
@@ -102,8 +102,8 @@ class Agreement:
 def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, farthest: int | None) -> Agreement:
     """Compare the size of weights with the effects of removing tokens.
 
-    The start token, which is never removed, and each position's own token, which reaches the prediction without being
-    read, are left out. `nearest` and `farthest` are the smallest and the largest distance that is read.
+    The start token, which is never removed, is left out, and so is each position's own token, which reaches the
+    prediction in other ways too. `nearest` and `farthest` are the smallest and largest distance that is read.
     """
     correlations, by_nearness = [], []
     for place in range(len(weights_TS)):
@@ -137,7 +137,7 @@ def _ranks(values: NDArray[np.generic]) -> NDArray[np.float64]:
 class Step:
     """One step of a layer in which positions read each other.
 
-    layer: number of the layer, from 1; 0 is the mean over all layers.
+    layer: number of the layer, from 1; 0 stands for the mean over all layers.
     name: name of the step in its layer; empty if the layer has only one.
     reading: weights of one text, in float64 on the CPU.
     agreements: one for each head, and the last for the mean over the heads; empty if removal was not measured.
@@ -163,13 +163,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The weights with which a model read a text of T tokens, and the effect of each token on its predictions.
+    """The weights with which a model read a text of T tokens, and the effects of removing each token.
 
     token_ids: (T,) the text.
     losses: (T - 1,) -ln p of each token after the start token, in nats.
     guesses: the likeliest next tokens after each token, (id, probability).
     steps: first the mean over all layers, if every weight is a share; empty for a model without readable weights.
-    removal: effects of removing tokens; None if they were not asked for.
+    removal: effects of removing tokens; None if they were not measured.
     """
 
     token_ids: list[int]
@@ -180,12 +180,12 @@ class Explanation:
 
     @property
     def last_weights_S(self) -> NDArray[np.float64] | None:
-        """The weights of the first step at the last position, mean of its heads; None without steps."""
+        """The weights of the first step at the last position, as the mean over heads; None without steps."""
         return self.steps[0].weights_HTS.mean(axis=0)[-1] if self.steps else None
 
     @property
     def last_effects_S(self) -> NDArray[np.float64] | None:
-        """The divergences after the last position, with nan for its own token, whose effect dwarfs the rest."""
+        """The divergences at the last position; nan for its own token, whose effect is far larger than the others."""
         return None if self.removal is None else np.append(self.removal.divergence_TS[-1, :-1], np.nan)
 
 
@@ -200,8 +200,8 @@ def explain(
     """Record the weights with which each position reads a text, and the effect of removing each token.
 
     Args:
-        model: a causal language model of transformers, in evaluation mode; if it is not multilin's, its weights are
-            its attention weights, if it returns them.
+        model: a causal language model of transformers, in evaluation mode. For models that are not of multilin, the
+            weights are the attention weights, if the model returns them.
         token_ids: the text, its start token first.
         remove: measure the effects of removing each token.
         batch_size: sequences, each without one token, in one forward pass.
@@ -232,13 +232,13 @@ def explain(
 
 
 def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
-    """Indices of at most `number` values, the largest in size first; 0 and nan are left out."""
+    """The indices of at most `number` values, those of largest size first, without 0 and nan."""
     sizes_S = np.abs(np.nan_to_num(values_S))
     return [int(place) for place in np.argsort(-sizes_S, kind="stable")[:number] if sizes_S[place]]
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """(..., S) values of tokens as (..., C) of characters of `lengths` tokens: the largest in size, else nan."""
+    """Turn values (..., S) of tokens into (..., C) of characters: each gets the largest in size of its tokens'."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)
@@ -254,7 +254,7 @@ def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> S
 
 
 def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    """Layer, step and reading of all steps; first their mean if there are several and all weights are shares."""
+    """The layer, name and reading of every step; before them their mean, if all weights of several are shares."""
     readings = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
     if len(readings) > 1 and all(reading.is_share for _, _, reading in readings):
         return [(0, "", _mean([reading for _, _, reading in readings])), *readings]

@@ -1,4 +1,4 @@
-"""The files of an explanation: one page that opens offline, a picture, and JSON."""
+"""The files of an explanation: a page that needs no network, a picture, and JSON."""
 
 import base64
 import io
@@ -27,14 +27,14 @@ DIGITS = 7
 COLUMNS = 120  # characters in a line of the picture
 LINE_INCHES = 0.26
 SHADES = 256
-LINES = 40  # of text that a panel of the picture shows
+LINES = 40  # lines of text in a panel of the picture
 
 
 def write_files(report: Report, folder: Path) -> list[Path]:
     """Write explain.html, explain.png and explain.json, each complete or not at all."""
     contents: dict[str, str | bytes] = {"html": page(report), "png": picture(report), "json": as_json(report)}
     paths = [folder / f"explain.{suffix}" for suffix in contents]
-    with locked_folder("--output", folder):  # which removes a new one if nothing can be written to it
+    with locked_folder("--output", folder):  # removes a new folder if it is not writable
         for path, content in zip(paths, contents.values(), strict=True):
             write_whole(path, content)
     return paths
@@ -43,8 +43,8 @@ def write_files(report: Report, folder: Path) -> list[Path]:
 def as_json(report: Report) -> str:
     """The explanation as JSON, with the meaning of every number.
 
-    Weights and effects are in rows, one per position: {"first": s, "values": [...]} holds the values of tokens s, s + 1
-    and so on. The position does not read tokens outside its row, and their removal has no effect on it.
+    Weights and effects have one row per position: {"first": s, "values": [...]} holds the values of tokens s, s + 1 and
+    so on. The position reads no token outside its row, and removing such a token has no effect on it.
     """
     names = {"answer": answer(report), "finding": finding(report.explanation)}
     names |= {"run": report.run, "source": report.source}
@@ -66,7 +66,7 @@ def page(report: Report) -> str:
 
 
 def _numbers(report: Report, *, packed: bool) -> dict[str, Any]:
-    """All numbers and their meanings; arrays as lists, or packed as base64 of little-endian float32."""
+    """All numbers and their meanings, with arrays as lists, or packed as base64 of little-endian float32."""
     explanation, removal = report.explanation, report.explanation.removal
     texts = zip(explanation.token_ids, report.tokens, [*explanation.losses, np.nan], explanation.guesses, strict=True)
     starts = np.cumsum([0, *(num_tokens for num_tokens, _ in report.characters)]).tolist()
@@ -115,7 +115,7 @@ def _step(step: Step, packed: bool) -> dict[str, Any]:
 
 
 def _rows(values_TS: NDArray[np.float64], nearest: int, farthest: int | None, packed: bool) -> Any:
-    """Per position, the values of the tokens it reads: as rows with a start index, or packed into one array."""
+    """The values of the tokens that each position reads, as rows with a start index, or packed into one array."""
     firsts = [0 if farthest is None else max(0, place - farthest) for place in range(len(values_TS))]
     rows = [values_TS[t, first : max(first, t - nearest + 1)] for t, first in enumerate(firsts)]
     if packed:
@@ -135,7 +135,7 @@ def _rounded(value: float) -> float | None:
 
 
 def picture(report: Report) -> bytes:
-    """A PNG: the text coloured by the weights of its last position, and by the effects of removing tokens on it."""
+    """Draw a PNG: the text coloured by the weights at its last position, and by the effects of removal there."""
     from matplotlib.figure import Figure
 
     panels, pieces = _panels(report), list(_pieces([text for _, text in report.characters]))
@@ -149,7 +149,7 @@ def picture(report: Report) -> bytes:
         axes.set_title(title, fontsize=8.5, loc="left", wrap=True)
     stream = io.BytesIO()
     with warnings.catch_warnings():
-        # A character that the font lacks is drawn as a box; the page shows it.
+        # The picture shows a box for a character that the font lacks; the page shows the character.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(stream, format="png", dpi=130)
     return stream.getvalue()
@@ -172,7 +172,7 @@ def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
 
 
 def _pieces(texts: list[str]) -> Iterator[tuple[int, int, int, str]]:
-    """Pieces of texts, broken at newlines and at full lines: number of the text, line, column and piece."""
+    """Break texts at newlines and at full lines; yield number of the text, line, column and piece."""
     line = column = 0
     for index, text in enumerate(["⊢", *texts[1:]]):
         for number, part in enumerate(text.split("\n")):
@@ -194,7 +194,7 @@ def _draw(axes: "Axes", pieces: list[tuple[int, int, int, str]], values: NDArray
 
     largest = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
     is_signed = bool((values < 0).any())
-    # The light part of the map, on which text is readable.
+    # Only the light part of the colour map, where the text is readable.
     name, first, last = ("PuOr_r", 0.2, 0.8) if is_signed else ("Blues", 0.0, 0.55)
     colours = ListedColormap(colormaps[name](np.linspace(first, last, SHADES)))
     shades: Any = ScalarMappable(Normalize(-largest if is_signed else 0.0, largest), colours)

@@ -21,10 +21,10 @@ from multilin.runs.files import RECIPE_FILE
 from multilin.runs.load import Run
 
 PASSAGE_TOKENS = 128
-PAIR_BYTES = 8  # bytes of a weight or an effect
-FOLLOWS, LOOSELY = 0.5, 0.2  # least rank correlations of weights that follow the effects, mostly and loosely
+PAIR_BYTES = 8  # of one weight or one effect
+FOLLOWS, LOOSELY = 0.5, 0.2  # smallest rank correlations of weights that agree with the effects mostly, or loosely
 
-NUM_NAMED = 3  # tokens in the answer
+NUM_NAMED = 3  # tokens that the answer names
 FELT = 0.01  # nats; the answer names no smaller change of the prediction
 
 DEFAULTS = ExplainSettings()
@@ -37,8 +37,8 @@ MEANINGS: dict[str, str] = yaml.safe_load(asset("meanings.yaml"))
 class Report:
     """An explanation, with the texts that its page shows.
 
-    run: folder of the run. source: origin of the text, in words. tokens: text of each token; the first is the start
-    of the text. characters: the same text in runs of tokens that are whole characters, see `whole_characters`.
+    run: folder of the run. source: origin of the text, in words. tokens: text of each token, the start token first.
+    characters: number of tokens and text of each shortest run of whole characters, see `whole_characters`.
     texts: text of every token id in the explanation.
     """
 
@@ -55,7 +55,7 @@ class Report:
         return Path(self.run).resolve().name
 
     def by_character(self, values_S: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values of tokens as values of the `characters`."""
+        """Turn values of tokens into values of `characters`."""
         return by_character(values_S, [num_tokens for num_tokens, _ in self.characters])
 
     @property
@@ -159,10 +159,10 @@ def answer(report: Report) -> str:
 
 
 def finding(explanation: Explanation) -> str:
-    """One or two sentences: whether the weights explain the prediction, or why that is not known."""
+    """One or two sentences that say whether the weights explain the prediction, or why this is not known."""
     if not explanation.steps:
-        shown = "the effect of removing each token" if explanation.removal else "nothing else"
-        return f"This model has no readable attention weights; {shown} is shown."
+        shown = "only the effects of removal are shown" if explanation.removal else "removal was not measured"
+        return f"This model has no readable attention weights; {shown}."
     if explanation.removal is None:
         return "Removal was not measured, so it is not known whether the weights explain the prediction."
     overall = _overall(explanation.steps)
@@ -189,7 +189,7 @@ def finding(explanation: Explanation) -> str:
 
 
 def _overall(steps: list[Step]) -> Agreement:
-    """The agreement of the mean over all layers; without such a mean, the mean agreement of all steps."""
+    """The agreement of the mean over all layers; if there is no such mean, the mean agreement of all steps."""
     agreements = [step.agreements[-1] for step in (steps[:1] if steps[0].layer == 0 else steps)]
     known = [agreement for agreement in agreements if agreement.correlation is not None]
     if not known:

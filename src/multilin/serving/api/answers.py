@@ -1,4 +1,4 @@
-"""The JSON of answers, whole and as the pieces of a stream."""
+"""The JSON of answers, either whole or in the pieces of a stream."""
 
 import secrets
 import time
@@ -22,8 +22,8 @@ class Form:
 
     Args:
         service: the model and its name.
-        has_logprobs: report the probabilities of tokens.
-        include_usage: end a stream with the numbers of tokens.
+        has_logprobs: whether answers report the probabilities of tokens.
+        include_usage: whether a stream ends with the numbers of tokens.
     """
 
     kind = chunk_kind = prefix = ""
@@ -71,8 +71,8 @@ class CompletionForm(Form):
     """The answers of /v1/completions.
 
     Args:
-        echoes: for each answer the text of its prompt if the answer repeats it, else "".
-        first_ids: for each answer the first token of its prompt if it is reported, without a probability, else None.
+        echoes: for each answer, the text of its prompt if the answer repeats it, else "".
+        first_ids: for each answer, the first token of its prompt if it is reported (without probability), else None.
     """
 
     kind = chunk_kind = "text_completion"
@@ -87,7 +87,7 @@ class CompletionForm(Form):
         self._prompts = [TextStream(service.codec, (), skip_special_tokens=True) for _ in echoes]
 
     def opening(self, generation: Generation) -> Iterator[Json]:
-        """The prompts, if they are repeated."""
+        """The pieces with the prompts, if the answers repeat them."""
         for index, (echo, first) in enumerate(zip(self.echoes, self._first, strict=True)):
             if echo or first:
                 content = self._content(index, echo, first)
@@ -110,7 +110,7 @@ class CompletionForm(Form):
         entries = [entry for entry, _ in tokens]
         texts = [self.service.token_text(entry.token_id) for entry in entries]
         offsets = [self._offset(index, entry.token_id, num_before) for entry, num_before in tokens]
-        # As in OpenAI's API, the token itself is among them even if it is not one of the likeliest.
+        # As in OpenAI's API, the chosen token is always an entry, even if it is not one of the likeliest.
         tops = [
             {self.service.token_text(token): value for token, value in [*entry.top, (entry.token_id, entry.value)]}
             if entry.value is not None
@@ -123,7 +123,7 @@ class CompletionForm(Form):
         }  # fmt: skip
 
     def _offset(self, index: int, token: int, num_before: int) -> int:
-        """Characters of the answer before a token, after `num_before` of the new text, or -1 in the prompt."""
+        """The characters of the answer before a token; `num_before` counts new ones (-1: in the prompt)."""
         if num_before >= 0:
             return len(self.echoes[index]) + num_before
         stream = self._prompts[index]
@@ -138,7 +138,7 @@ class ChatForm(Form):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def opening(self, generation: Generation) -> Iterator[Json]:
-        """The role of the messages."""
+        """The pieces with the role of the messages."""
         for index in range(len(generation.results)):
             delta = {"role": "assistant", "content": ""}
             yield self._object(
@@ -170,7 +170,7 @@ def _end(result: Result) -> Json:
 
 
 def _totals(generation: Generation) -> Json:
-    """The numbers of tokens, and the session."""
+    """The fields with the numbers of tokens and the session."""
     num_prompt, num_generated = generation.num_prompt_tokens, generation.num_generated
     usage = {
         "prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated,

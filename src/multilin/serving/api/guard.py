@@ -1,4 +1,4 @@
-"""The first check of every request: keys, limits and counts. Pure ASGI, so that endpoints see a client disconnect."""
+"""The ASGI middleware that checks the key and size of every request and counts its answer."""
 
 import asyncio
 import hashlib
@@ -15,7 +15,7 @@ from multilin.serving.errors import ApiError, as_api_error
 from multilin.serving.metrics import Metrics
 from multilin.serving.sessions import NOBODY
 
-BODY_SECONDS = 30.0  # for a body to arrive
+BODY_SECONDS = 30.0  # in which a body must arrive
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/health", *page.PATHS)
 
@@ -24,13 +24,13 @@ class Guard:
     """Checks the key and the size of a request, counts its answer, and turns every failure into JSON.
 
     Args:
-        app: the application behind it.
+        app: the application that gets the accepted requests.
         metrics: counts the answers.
-        keys: API keys, of which a request must have one; if there are none, no key is needed.
-        origins: origins of other pages that may make requests; `*` is any.
-        body_bytes: the largest body.
+        keys: valid API keys, of which every request must have one; if the list is empty, no key is needed.
+        origins: origins of other web pages that may make requests; `*` allows all.
+        body_bytes: largest size of a body in bytes.
         is_loopback: refuse requests whose Host header does not name this machine, and requests of other pages. A
-            website could send both from a browser here, the former with a domain that resolves to this address.
+            website could make a browser on this machine send both, the former by a domain with this address.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Guard:
     def _owner(self, connection: HTTPConnection) -> str:
         name = re.sub(r":\d+$", "", connection.headers.get("host", ""))
         if self.is_loopback and name not in LOOPBACK:
-            raise ApiError(400, f"host: {name!r:.80} given, but this server is for this machine only", "host")
+            raise ApiError(400, f"host: {name!r:.80} given, but this server answers only to {LOOPBACK[0]}", "host")
         origin = connection.headers.get("origin")
         is_foreign = origin is not None and origin.partition("://")[2] != connection.headers.get("host")
         if self.is_loopback and is_foreign and not {origin, "*"} & set(self.origins):
@@ -75,8 +75,8 @@ class Guard:
         if not self._keys:
             return NOBODY
         given = re.sub(r"(?i)^bearer +", "", connection.headers.get("authorization", ""))
-        digest = hashlib.sha256(given.encode("latin-1")).digest()  # the header's bytes, which should be UTF-8
-        # Compare with every key, so that the time says nothing about which one is right.
+        digest = hashlib.sha256(given.encode("latin-1")).digest()  # the bytes of the header
+        # Compare with every key, so that the time does not depend on which key is right.
         if not sum(hmac.compare_digest(digest, key) for key in self._keys):
             if connection.scope["path"] in OPEN_PATHS:
                 return NOBODY
@@ -87,7 +87,7 @@ class Guard:
         return hashlib.sha256(b"owner" + digest).hexdigest()[:16]
 
     def _limited(self, connection: HTTPConnection, receive: Receive) -> Receive:
-        """`receive` with a limit on the size and the time of the body."""
+        """Return `receive` with limits on the size and the time of the body."""
         deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         too_large = ApiError(
             413, f"body: too large; this server takes at most {self.body_bytes} bytes", None, "body_too_large"

@@ -1,4 +1,4 @@
-"""The page at `/`: its files come from the package, and its security policy lets it call this server alone."""
+"""The web page at `/`. Its files are in the package; its security policy allows requests to this server only."""
 
 import functools
 from importlib import resources
@@ -11,7 +11,7 @@ from multilin.serving.errors import NOT_FOUND, ApiError
 router = APIRouter()
 OWN, SHARED = ("multilin.serving", "assets"), ("multilin.export", "assets/web")
 FILES = dict.fromkeys(("page.css", "page.js", "reading.js", "server.js", "texts.js", "tree.js"), OWN)
-FILES["base.css"] = SHARED  # also used by the page of an export
+FILES["base.css"] = SHARED  # an export's page uses it too
 PATHS = ("/", *(f"/assets/{name}" for name in FILES))
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 HEADERS = {
@@ -27,13 +27,13 @@ HEADERS = {
 
 @router.get("/")
 async def page() -> Response:
-    """The page."""
+    """Send the page."""
     return _file(OWN, "index.html")
 
 
 @router.get("/assets/{name}")
 async def asset(name: str) -> Response:
-    """A file of the page."""
+    """Send a file of the page."""
     if name not in FILES:
         raise ApiError(404, f"the page has no file {name!r:.60}", None, NOT_FOUND)
     return _file(FILES[name], name)

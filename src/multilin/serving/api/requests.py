@@ -1,4 +1,4 @@
-"""The bodies of requests. Fields that are not here are refused."""
+"""The bodies of requests. Requests with other fields are refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 MOST_STOPS = 8
-# Unsupported fields, and the values of them that change nothing and are accepted; objects may lack members.
+# Unsupported fields, with their values that change nothing and so are accepted. An object may lack members.
 IDLE: dict[str, list[Any]] = {
     "annotations": [[]], "best_of": [1], "function_call": ["auto", "none"], "functions": [[]],
     "include_obfuscation": [False], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
@@ -28,25 +28,25 @@ IDLE: dict[str, list[Any]] = {
 
 
 def _is_idle(value: Any, idle: Any) -> bool:
-    """True if a value is `idle`, or an object whose members are null or those of `idle`."""
+    """True if a value equals `idle`, or is an object whose members are null or equal those of `idle`."""
     if isinstance(value, dict) and isinstance(idle, dict):
         return all(member is None or _is_idle(member, idle.get(name)) for name, member in value.items())
     return type(value) is type(idle) and bool(value == idle)
 
 
 class Body(BaseModel):
-    """The base of all bodies, which refuses unknown fields and values of another type."""
+    """The base class of all bodies. It refuses unknown fields and values of a wrong type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_idle_fields(cls, body: Any) -> Any:
-        """Drop nulls and values that change nothing: clients send the nulls of an answer back with it."""
+        """Drop nulls and values that change nothing; clients send messages of answers back with null fields."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
-        idle = IDLE | {"best_of": [1, body.get("n")]}  # as many as are returned
+        idle = IDLE | {"best_of": [1, body.get("n")]}  # equal to n
         return {
             name: value for name, value in body.items()
             if (fields[name].is_required() or value is not None if name in fields
@@ -61,7 +61,7 @@ class StreamOptions(Body):
 
 
 class TextRequest(Body):
-    """The fields that all requests for text have."""
+    """The fields that both kinds of requests for text share."""
 
     model: Name | None = None
     max_tokens: Number | None = None
@@ -81,12 +81,12 @@ class TextRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    user: Name | None = None  # this and the next two have no effect
+    user: Name | None = None  # this field and the next two have no effect
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
 
     def settings(self, stops: tuple[str, ...], index: int) -> GenerationSettings:
-        """Settings of answer number `index`; temperature is 1 by default, and 0 takes the likeliest token."""
+        """The settings for answer number `index`. The default temperature is 1; 0 takes the likeliest token."""
         temperature = 1.0 if self.temperature is None else self.temperature
         values: dict[str, Any] = {
             "repetition_penalty": self.repetition_penalty or 1.0, "logit_bias": self.logit_bias or {},
@@ -120,10 +120,10 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], MaxLen(1000)]
-    name: Name | None = None  # of who speaks, for chat templates that write it
+    name: Name | None = None  # name of the speaker, for chat templates that use it
 
     def plain(self) -> dict[str, str]:
-        """The message in the form of chat templates."""
+        """The message as a dictionary for chat templates."""
         given = self.content
         content = given if isinstance(given, str) else "".join(part.text for part in given)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})

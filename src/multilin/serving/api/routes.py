@@ -1,4 +1,4 @@
-"""The endpoints for text, and for information about the model and the server."""
+"""The endpoints that generate text, and those that describe the model and the server."""
 
 import asyncio
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from multilin.serving.sessions import Session
 from multilin.serving.turns import Turn
 
 router = APIRouter()
-COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # generated unless a request gives a number
+COMPLETION_TOKENS, CHAT_TOKENS = 16, 512  # new tokens if a request gives no number
 Json = dict[str, Any]
 
 
@@ -33,7 +33,7 @@ async def get_service(request: Request) -> Service:
 
 
 async def get_owner(request: Request) -> str:
-    """The owner of the request, whom the guard found by the key."""
+    """The owner of the request, which the guard finds by the API key."""
     owner: str = request.scope["owner"]
     return owner
 
@@ -44,12 +44,12 @@ Owner = Annotated[str, Depends(get_owner)]
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, service: Served, owner: Owner) -> Response:
-    """Continue text."""
+    """Continue one or more texts."""
     _check_model(service, body.model)
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * (body.n or 1) > 1:
-        raise ApiError(400, "session: a session has one text; give one prompt and n 1", "session")
+        raise ApiError(400, "session: a session continues one text; give one prompt and n 1", "session")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(
@@ -69,7 +69,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
 
 
 def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> list[Prompt]:
-    """The prompts of a request: a start token is put before strings, not before lists of tokens."""
+    """The prompts of a request. Strings get a start token at the beginning of a text; lists of tokens do not."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
@@ -88,7 +88,7 @@ def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> 
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
-    """Answer messages."""
+    """Answer the messages of a conversation."""
     _check_model(service, body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: given without logprobs; set logprobs to true", "top_logprobs")
@@ -112,20 +112,20 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
 
 @router.get("/v1/models")
 async def models(service: Served) -> Response:
-    """The list of models, which has one."""
+    """List the models; there is always one."""
     return JsonResponse({"object": "list", "data": [_model(service)]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Served) -> Response:
-    """The model by its name."""
+    """Describe the model with this name."""
     _check_model(service, name)
     return JsonResponse(_model(service))
 
 
 @router.post("/tokenize")
 def tokenize(body: TokenizeRequest, service: Served) -> Response:
-    """The tokens of a text, without a start token."""
+    """Convert text to tokens, without a start token."""
     _check_model(service, body.model)
     tokens = service.codec.encode(body.prompt)
     return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.longest_text})
@@ -133,7 +133,7 @@ def tokenize(body: TokenizeRequest, service: Served) -> Response:
 
 @router.post("/detokenize")
 def detokenize(body: DetokenizeRequest, service: Served) -> Response:
-    """The text of tokens."""
+    """Convert tokens to text."""
     _check_model(service, body.model)
     return JsonResponse({"prompt": service.text(body.tokens, "tokens")})
 
@@ -141,24 +141,24 @@ def detokenize(body: DetokenizeRequest, service: Served) -> Response:
 @router.get("/health")
 @router.head("/health")
 async def health() -> Response:
-    """Whether the server answers."""
+    """Answer that the server runs."""
     return JsonResponse({"status": "ok"})
 
 
 @router.get("/metrics")
 async def metrics(service: Served) -> Response:
-    """Figures for Prometheus."""
+    """Return metrics for Prometheus."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Refuse a request for another model than the one that is served."""
+    """Refuse a request that names another model."""
     if name is not None and name != service.name:
         raise ApiError(404, f"model: {name!r:.80} given, but this server has {service.name!r}", "model", NOT_FOUND)
 
 
 def find_session(service: Service, owner: str, session_id: str) -> Session:
-    """A session of this owner."""
+    """Return a session of this owner; fails if it does not exist."""
     session = service.sessions.get(owner, session_id)
     if session is None:
         raise ApiError(404, f"session: there is no session {session_id!r:.60}", "session", NOT_FOUND)
@@ -166,7 +166,7 @@ def find_session(service: Service, owner: str, session_id: str) -> Session:
 
 
 def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
-    """The session that a request continues, if any, and its last turn."""
+    """Return the session that a request continues and its last turn, each None if there is none."""
     if session_id is None:
         return None, None
     session = find_session(service, owner, session_id)
@@ -195,7 +195,7 @@ def _ask(
     stops: tuple[str, ...] = (),
 ) -> Ask:  # fmt: skip
     if session is not None and body.store is False:
-        raise ApiError(400, "store: false given together with session, which keeps the turn", "store")
+        raise ApiError(400, "store: false given, but a session keeps its turns; leave it out", "store")
     settings = [body.settings(stops, index) for index in range(body.n or 1)]
     return Ask(
         kind, owner, prompts, settings, getattr(body, limit_name), default_tokens, limit_name,

@@ -24,13 +24,13 @@ Json = dict[str, Any]
 
 @router.get("/v1/sessions")
 def list_sessions(service: Served, owner: Owner) -> Response:
-    """All sessions, the last changed first."""
+    """List all sessions, the last changed first."""
     return JsonResponse({"object": "list", "data": [_summary(session) for session in service.sessions.all(owner)]})
 
 
 @router.post("/v1/sessions")
 async def create_session(request: Request, service: Served, owner: Owner) -> Response:
-    """A new session: empty, from a turn, or from a state file as the body."""
+    """Create a session: empty, from a turn, or from a state file that is the body."""
     content = await request.body()
     if request.headers.get("content-type", "").partition(";")[0] == STATE:
         turn = await asyncio.to_thread(service.import_state, owner, content)
@@ -44,13 +44,13 @@ async def create_session(request: Request, service: Served, owner: Owner) -> Res
 
 @router.get("/v1/sessions/{session_id}")
 def get_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """A session with all its turns."""
+    """Show a session with all its turns."""
     return JsonResponse(_details(service, find_session(service, owner, session_id)))
 
 
 @router.post("/v1/sessions/{session_id}/fork")
 def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRequest | None = None) -> Response:
-    """A new session with the turns of another one, up to one of them or all."""
+    """Copy a session into a new one, with its turns up to a given turn, or all."""
     with service.sessions.sharing:
         session = find_session(service, owner, session_id)
         num_turns = len(session.turns)
@@ -62,7 +62,7 @@ def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRe
 
 @router.post("/v1/sessions/{session_id}/rewind")
 def rewind_session(session_id: str, body: RewindRequest, service: Served, owner: Owner) -> Response:
-    """Drop the last turns from a session."""
+    """Remove the last turns from a session."""
     session = find_session(service, owner, session_id)
     if body.turns > len(session.turns):
         raise ApiError(400, f"turns: {body.turns} given, but the session has {len(session.turns)}", "turns")
@@ -74,7 +74,7 @@ def rewind_session(session_id: str, body: RewindRequest, service: Served, owner:
 
 @router.get("/v1/sessions/{session_id}/state")
 def export_state(session_id: str, service: Served, owner: Owner, turn: str | None = None) -> Response:
-    """The state file of a session's last turn, or of another one."""
+    """Export the state after a turn of a session, by default the last turn, as a state file."""
     wanted = _check_turn(find_session(service, owner, session_id), turn)
     kept = service.turns.get(owner, wanted)
     if kept is None:
@@ -88,14 +88,14 @@ def get_reading(
     session_id: str, request: Request, service: Served, owner: Owner, turn: str | None = None,
     step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> Response:  # fmt: skip
-    """The weights with which each token reads earlier tokens, in the text up to a session's last or another turn."""
+    """Show with what weights each token reads earlier ones in the text up to a turn, by default the last turn."""
     wanted = _check_turn(find_session(service, owner, session_id), turn)
     return JsonResponse(request.app.state.readings.get(_find_turn(service, owner, wanted), step))
 
 
 @router.post("/v1/sessions/{session_id}/stop")
 def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """End the answer that is generated for a session early, and keep its turn (a client that disconnects drops it)."""
+    """End the present answer of a session early and keep its turn. If a client disconnects, the turn is dropped."""
     find_session(service, owner, session_id)
     generation = service.busy.get(session_id)
     if generation is not None:
@@ -105,7 +105,7 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and its turns that no other session has."""
+    """Delete a session, and those of its turns that no other session has."""
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)
@@ -117,7 +117,7 @@ def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 
 def _check_turn(session: Session, turn: str | None) -> str:
-    """The id of a turn of a session, by default the last one; refuses a turn that the session does not have."""
+    """Return the id of a session's turn, by default the last; fails if the session does not have the turn."""
     wanted = turn or (session.turns[-1] if session.turns else None)
     if wanted is None:
         raise ApiError(404, "turn: the session has no turn yet", "turn", NOT_FOUND)
@@ -127,7 +127,7 @@ def _check_turn(session: Session, turn: str | None) -> str:
 
 
 def _find_turn(service: Service, owner: str, turn_id: str) -> Turn:
-    """A turn of this owner."""
+    """Return a turn of this owner; fails if it does not exist."""
     turn = service.turns.peek(owner, turn_id)
     if turn is None:
         raise ApiError(404, f"turn: there is no turn {turn_id!r:.60}", "turn", NOT_FOUND)
@@ -154,9 +154,9 @@ def _details(service: Service, session: Session) -> Json:
     turns = []
     for turn_id in session.turns:
         entry, turn = service.turns.entry(session.owner, turn_id), None
-        with contextlib.suppress(InputError):  # damaged
+        with contextlib.suppress(InputError):  # its files are damaged
             turn = service.turns.peek(session.owner, turn_id)
-        if entry is None or turn is None:  # or deleted, as it was too old or the store too large
+        if entry is None or turn is None:  # also if it was deleted because of its age or the store's size
             turns.append({"id": turn_id, "kept": False})
             continue
         turns.append({

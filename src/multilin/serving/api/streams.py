@@ -1,4 +1,4 @@
-"""Answers over HTTP, whole or as server-sent events; they end when the client disconnects."""
+"""Answers over HTTP, whole or as server-sent events. Generation ends when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,12 @@ from multilin.serving.errors import ApiError, as_api_error
 from multilin.serving.generation import Generation
 from multilin.settings import inputs
 
-SILENCE = 10.0  # seconds after which a comment keeps a stream open
-LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # for clients that split with str.splitlines
+SILENCE = 10.0  # seconds without text after which a comment is sent, to keep the stream open
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # str.splitlines splits here
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8; line ends are escaped, and lone surrogates, which UTF-8 cannot encode."""
+    """Encode as JSON in UTF-8. Line ends are escaped, as are lone surrogates, which UTF-8 cannot encode."""
     try:
         return inputs.to_json(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
     except UnicodeEncodeError:
@@ -36,12 +36,12 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError) -> Response:
-    """The answer to a request that is refused."""
+    """The response to a refused request."""
     return JsonResponse(error.body, error.status, dict(error.headers or {}))
 
 
 class Answer(Response):
-    """The answer to a request that generates.
+    """The HTTP response to a request that generates text.
 
     Args:
         generation: the sequences of the request.
@@ -53,7 +53,7 @@ class Answer(Response):
         self.generation, self.form = generation, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and notice meanwhile if the client disconnects."""
+        """Send the answer; if the client disconnects meanwhile, end the generation."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await (self._stream(send) if self.generation.ask.is_streamed else self._whole(scope, receive, send))
@@ -96,5 +96,5 @@ class Answer(Response):
 
 
 def _events(values: Iterable[dict[str, Any]]) -> bytes:
-    """Server-sent events."""
+    """Yield the answer as server-sent events."""
     return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)

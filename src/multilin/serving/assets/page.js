@@ -11,7 +11,7 @@ const shown = bytes => (bytes < 1e6 ? `${(bytes / 1e3).toFixed(bytes < 1e4 ? 1 :
 const texts = new Texts();
 const tree = new Tree($("tree"), select);
 const view = new ReadingView($("text"), {step: $("step"), most: $("read-most"), meaning: $("meaning")});
-let model = null, turn = null, running = null; // the model; id of the selected turn; what is generated
+let model = null, turn = null, running = null; // the model, the id of the selected turn, and the running generation
 
 function say(text, isError = false) {
   $("message").textContent = text;
@@ -95,7 +95,7 @@ function settings() {
   return stop.length ? {...values, stop} : values;
 }
 
-/** The number of tokens that is wanted, or fewer if the model reads no more. */
+/** The wanted number of tokens, or fewer if the model has less room. */
 async function room(wanted, prompt) {
   if (!model.max_model_len) return wanted;
   const {count: added} = await call("POST", "/tokenize", {prompt});
@@ -125,14 +125,14 @@ async function generate(prompt) {
     running = null;
     try {
       if (end) await texts.fetch(run.session), (turn = end);
-      else if (opened?.isNew) await texts.remove(opened.session).catch(() => {}); // still busy: an empty branch does no harm
+      else if (opened?.isNew) await texts.remove(opened.session).catch(() => {}); // fails if the session is busy; an empty branch does no harm
     } finally {
       draw();
     }
   }
 }
 
-/** Show a stream as it comes, and return the id of the new turn. */
+/** Show a stream while it arrives, and return the id of the new turn. */
 async function show(prompt, events, run) {
   const sheet = $("text"), given = part("given", prompt), written = part("generated", "");
   let end = null, first = 0, number = 0, begin = 0;
@@ -146,7 +146,7 @@ async function show(prompt, events, run) {
     if (isAtEnd) sheet.scrollTop = sheet.scrollHeight;
     number += choice.logprobs?.tokens.length ?? 0;
     end = choice.turn ?? end;
-    if (!begin) [begin, first] = [performance.now(), number]; // the speed does not include reading the prompt
+    if (!begin) [begin, first] = [performance.now(), number]; // measured from here, without reading the prompt
     const seconds = (performance.now() - begin) / 1e3;
     $("speed").textContent = number > first && seconds > 0 ? `${count(Math.round((number - first) / seconds))} tokens/s` : "";
   }
@@ -235,6 +235,6 @@ document.addEventListener("keydown", event => {
   if (event.key === "Escape") running ? stop() : closeReading();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) $("form").requestSubmit();
 });
-$("form").addEventListener("invalid", () => ($("sampling").open = true), true); // a mistake must be seen
+$("form").addEventListener("invalid", () => ($("sampling").open = true), true); // shows the wrong field
 $("history").open = matchMedia("(min-width: 48rem)").matches;
 guarded(start)();

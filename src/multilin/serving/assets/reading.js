@@ -3,7 +3,7 @@ import {call} from "./server.js";
 const MOST_NAMED = 4;
 const number = value => value.toLocaleString("en", {maximumSignificantDigits: 2});
 
-/** The heat map: every token of a text, coloured by the weight with which one of them read it. */
+/** The heat map: every token of a text, coloured by the weight with which the chosen token read it. */
 export class ReadingView {
   constructor(sheet, {step, most, meaning}) {
     Object.assign(this, {sheet, step, most, meaning, tokens: null, current: 0});
@@ -15,7 +15,7 @@ export class ReadingView {
     return call("GET", `/v1/sessions/${session}/reading?turn=${turn}&step=${step}`);
   }
 
-  /** Show the server's weights for a turn; the chosen token stays chosen. */
+  /** Show the weights for a turn. For the same turn the chosen token stays chosen. */
   show(reading) {
     const isSame = this.tokens && this.reading.turn === reading.turn;
     this.reading = reading;
@@ -53,7 +53,7 @@ export class ReadingView {
     const order = weights.map((_, place) => place).sort((a, b) => Math.abs(weights[b]) - Math.abs(weights[a]));
     const named = order.slice(0, MOST_NAMED).filter(place => weights[place]);
     const list = named.map(place => `${this.#name(place)} ${number(weights[place])}`).join(", ");
-    this.most.textContent = `Largest weights after ${this.#name(index)}: ${list || "nothing"}`;
+    this.most.textContent = `Largest weights after ${this.#name(index)}: ${list || "none"}`;
   }
 
   #name(index) {

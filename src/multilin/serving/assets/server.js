@@ -8,7 +8,7 @@ export class ServerError extends Error {
   }
 }
 
-/** The key lasts as long as the tab. */
+/** The key is kept until the tab is closed. */
 export const setKey = key => sessionStorage.setItem(KEY, key);
 
 async function request(method, path, body, signal) {
@@ -47,7 +47,7 @@ export async function* stream(path, body, signal) {
   throw new ServerError(0, "The connection to the server broke.");
 }
 
-/** Safari's streams cannot be iterated. */
+/** Iterate over a stream, which Safari cannot do itself. */
 async function* pieces(readable) {
   const reader = readable.getReader();
   try {

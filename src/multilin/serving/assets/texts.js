@@ -57,7 +57,7 @@ export class Texts {
     return previous;
   }
 
-  /** The turns from the first one to this. */
+  /** The turns of a text, from the first one to this one. */
   path(turn) {
     const previous = this.previous(), path = [];
     for (let id = turn; id; id = previous.get(id)) path.unshift(this.turns.get(id));

@@ -5,7 +5,7 @@ export class Tree {
     element.addEventListener("keydown", event => this.#press(event));
   }
 
-  /** Draw the nodes of Texts.forest, with one turn selected, or none. */
+  /** Draw the nodes of Texts.forest. The last turn of `path`, if there is one, is selected. */
   draw(forest, path) {
     const hasFocus = this.element.contains(document.activeElement), onPath = new Set(path.map(turn => turn.id));
     this.items = [];

@@ -149,7 +149,7 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
             "layers.0.architecture: ['tscale']",
         ),
         ("additive", {"eos_token_id": -1}, "eos_token_id: -1 given"),
-        ("linear_mixer", {"options": {"expansion": 2}}, "expansion: 2 given, but it belongs to feed_forward gelu"),
+        ("linear_mixer", {"options": {"expansion": 2}}, "expansion: 2 given, but only feed_forward gelu uses it"),
     ],
 )
 def test_a_mistake_is_named(name: str, changes: dict, words: str) -> None:

@@ -1,4 +1,4 @@
-"""One file per published system, which defines `architecture`. This module registers every file in the folder."""
+"""Every file in this folder defines one published system as `architecture`. This module registers all of them."""
 
 import importlib
 import pkgutil

@@ -17,7 +17,7 @@ standardises its input and w over each head; l = rescale * (w . x) / head width;
 State: per pooling and head, one summary token (the log of the total weight, and the mean) in a global layer, or the
 last window - 1 tokens in a windowed layer. A window at least as long as the longest text counts as global.
 
-When to use: for long texts on small machines, and where the weights should be easy to read: there is one per token,
+When to use: for long texts on small machines, and if the weights should be easy to read: each token has one weight per
 head and pooling. A token has the same score for every position that reads it. The architecture is therefore worst at
 looking up one particular earlier token. Learned positions limit the text to n_positions.
 """
@@ -45,32 +45,34 @@ from multilin.ops.prefix_softmax import PrefixSoftmaxState
 from multilin.settings import settings
 from multilin.settings.bounds import LARGEST_WINDOW, Fraction, LayerWindows, Multiple, Positive, Window
 
-PACKAGE_EPS = 1e-5  # what the released package adds to standard deviations and to the softmax denominator
+PACKAGE_EPS = 1e-5  # the released package adds it to standard deviations and to the softmax denominator
 Windows = Literal["doubling", "package", "global"] | Window | LayerWindows
 
 
 @settings
 class AdditiveShared(LayerOptions):
-    """What all layers of a model have in common."""
+    """Options that all layers of a model share."""
 
-    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
-    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # head_norm: as in the released package
+    num_heads: Multiple = 4  # number of heads; it must divide the hidden size
+    stabilizer: Literal["mid_norm", "head_norm"] = (
+        "mid_norm"  # where the norms are; head_norm: as in the released package
+    )
     rescale: Positive | None = None  # largest logit with head_norm; null is 15
-    dropout: Fraction = 0.1  # on poolings and feed-forward, in training
+    dropout: Fraction = 0.1  # dropout of poolings and feed-forward in training
 
 
 @settings
 class AdditiveOptions(AdditiveShared):
-    """One layer."""
+    """Options of one layer."""
 
-    window: Window | None = None  # tokens read, with the current one; null reads the whole past
+    window: Window | None = None  # number of tokens read, with the current one; null reads the whole past
 
 
 @settings
 class AdditivePreset(AdditiveShared):
-    """A whole model."""
+    """Options of a whole model."""
 
-    windows: Windows = "doubling"  # doubling: 4, 8, ..., global; package: global, 4, ..., global; global; k; or a list
+    windows: Windows = "doubling"  # doubling (4, 8, ..., global), package (global, 4, ..., global), global, k or a list
 
 
 class AdditiveState(NamedTuple):
@@ -92,7 +94,7 @@ class AdditivePooling(ParameterHolder, Reader):
         self.null_logit = math.log(PACKAGE_EPS) if self.is_standardized else None
 
     def forward(self, x_BTHD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """Means (B, T, H, D / H) and the state after them."""
+        """The means (B, T, H, D / H), and the state."""
         scorer_HD: Tensor = self.scorer
         if self.is_standardized:
             x_BTHD, scorer_HD = standardize(x_BTHD, PACKAGE_EPS), standardize(scorer_HD, PACKAGE_EPS)
@@ -113,7 +115,7 @@ class AdditiveAttention(nn.Module):
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor, state: AdditiveState | None, layout: Layout) -> tuple[Tensor, Any]:
-        """(B, T, D) to (B, T, D), and the state."""
+        """The output (B, T, D), and the state."""
         q_BTHD, k_BTHD, v_BTHD = self.projections(x_BTD).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         queries, products = state or (None, None)
         pooled_BTHD, queries = self.pool_queries(q_BTHD, queries, layout)
@@ -126,7 +128,7 @@ class AdditiveAttention(nn.Module):
 
 
 class AdditiveLayer(ResidualBlock):
-    """Additive attention, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
+    """Additive attention, then a GELU feed-forward of width 4 D; each reads a LayerNorm of x and is added to x."""
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         if options.rescale is not None and options.stabilizer != "head_norm":
@@ -137,9 +139,9 @@ class AdditiveLayer(ResidualBlock):
 
 
 def preset(sizes: Sizes, choices: AdditivePreset) -> Preset:
-    """Windows that double from layer to layer, learned positions, tied output with bias.
+    """A model with windows that double from layer to layer, learned positions, and a tied output with bias.
 
-    A window as long as the longest text is the whole past, whose state is one token instead of the window.
+    A window as long as the longest text becomes global, because the state of a global layer is one token only.
     """
     windows, longest = _windows(sizes.num_layers, choices.windows), sizes.n_positions
     if longest is not None:

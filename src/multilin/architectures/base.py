@@ -1,4 +1,4 @@
-"""The parts of an architecture, and the registry in which the rest of the package finds it."""
+"""The parts of an architecture, and the registry of all architectures."""
 
 import dataclasses
 import importlib.metadata
@@ -34,7 +34,7 @@ class LayerOptions:
 
     @property
     def longest_text(self) -> int | None:
-        """Tokens of the longest text that the layer can read: the field `context`; None (no limit) without one."""
+        """The most tokens that the layer can read: the field `context`, or None (no limit) without this field."""
         return getattr(self, "context", None)
 
     def count_heads(self, hidden_size: int) -> int:
@@ -43,32 +43,32 @@ class LayerOptions:
 
     @classmethod
     def from_choices(cls, choices: "LayerOptions", **own: Any) -> Self:
-        """Options of one layer: the fields that `choices` has too, and the fields in `own`."""
+        """Options of one layer: fields of the same name from `choices`, and the fields in `own`."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in vars(choices).items() if name in known} | own)
 
 
 @settings
 class TrainingDefaults:
-    """Training settings of the source of an architecture; a recipe replaces them."""
+    """Default training settings of an architecture, from its source; a recipe may replace them."""
 
-    optimizer: str = "adamw"  # as recipes name it: adamw, normalized_sgd, matrix_moment or muon
+    optimizer: str = "adamw"  # adamw, normalized_sgd, matrix_moment or muon
     learning_rate: Rate = 5e-4  # peak of the schedule
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW's averages
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two averages
     weight_decay: Strength = 0.01  # on matrices, not on biases, norms and embeddings
-    schedule: str = "linear"  # after the peak: linear, cosine, constant, tail or inverse_sqrt
-    warmup_steps: StepCount = 100  # steps to the peak
+    schedule: str = "linear"  # after the warm-up: linear, cosine, constant, tail or inverse_sqrt
+    warmup_steps: StepCount = 100  # steps until the peak
     clip_norm: Strength = 1.0  # largest norm of the gradient; 0 does not clip
-    label_smoothing: Fraction = 0.0  # in training only
+    label_smoothing: Fraction = 0.0  # smoothing of the targets, in training only
 
 
 @settings
 class Sizes:
     """The sizes of a model, from which an architecture makes a preset."""
 
-    hidden_size: Width  # D
-    num_layers: Depth  # layers
-    vocab_size: Vocabulary  # V
+    hidden_size: Width  # width of the vectors between the layers, D
+    num_layers: Depth  # number of layers
+    vocab_size: Vocabulary  # size of the vocabulary, V
     n_positions: Length | None  # longest text in training; null if unbounded
 
 
@@ -78,7 +78,7 @@ class Preset:
 
     layers: options of each layer, the first layer first.
     model: fields of MultilinConfig that the architecture sets (positions, tied output, norms, initialisation).
-    training: its training defaults.
+    training: default training settings.
     """
 
     layers: Sequence[LayerOptions]
@@ -94,7 +94,7 @@ class Architecture:
     title, source: for people; the source is the paper or document whose equations it follows.
     layer: builds a layer from (hidden_size, options).
     options: dataclass of a layer's options.
-    preset_options: dataclass of what a user may choose for a whole model.
+    preset_options: dataclass of the options that a user may choose for a whole model.
     preset: makes a whole model from (sizes, preset options).
     variants: further preset options, by name, with which the contract tests run.
     packs: whether several texts can share a row (document_ids); if False, the model refuses document_ids.
@@ -157,10 +157,10 @@ def _register_installed(entry: importlib.metadata.EntryPoint) -> None:
 
 
 def get_architecture(name: str) -> Architecture:
-    """The architecture of that name.
+    """The architecture with this name.
 
     Raises:
-        InputError: there is no such architecture; the message names the nearest.
+        InputError: there is no such architecture; the message names the most similar name.
     """
     known = _registry if name in _registry else architectures()
     if name not in known:

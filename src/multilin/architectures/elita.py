@@ -1,16 +1,16 @@
 """ELiTA: a running softmax average of the whole text, and a feed-forward that multiplies two hidden vectors.
 
-The weight of a token depends on its content and its position. Per head, with vectors k1, k2, k3 of width D, vectors a1,
-a2, b1, b2, c of p frequencies, V from D to the value width, O back, and i the position in the text, on h = LayerNorm(x)
-without scale and bias:
+The weight of a token depends on its content and its position i. A head has vectors k1, k2, k3 of width D, vectors a1,
+a2, b1, b2, c with a number per sine wave, a matrix V from D to the width of the values, and a matrix O back to D.
+On h = LayerNorm(x) without scale and bias:
 
     p1_i = sin((i a1) / n + b1) . c      p2_i = sin((i a2) / n + b2) . c
     X_j  = exp(k1 . h_j + p1_j)          R_t  = exp(p2_t + k3 . h_t)
     y_t  = (e^(k2 . h_t) V h_t + R_t sum_{j<=t} X_j V h_j) / (e^(k2 . h_t) + R_t sum_{j<=t} X_j)        x += O y
 
-The current token counts twice: in the sum and as a separate term. The running sum is a prefix softmax in logarithms,
-with the separate term as one more token. n is a constant of the model, not the length of the input, so that a text read
-in pieces gets the same weights. Then, on a second LayerNorm,
+The current token counts twice: in the sum and as a separate term. The code computes a prefix softmax on logarithms,
+with the separate term as one more token. n is a constant of the model, not the length of the input, so a text in pieces
+gets the same weights. Then, with h a second LayerNorm of x,
 
     x += W_3 [ s(W_1 h + b_1) outer s(W_2 h + b_2) ] + b_3        s = swish, W_1: D -> D, W_2: D -> factor
 
@@ -18,8 +18,8 @@ State: per head, the log of the total weight and the mean of the values. Its siz
 tokens, which has no limit.
 
 When to use: for very long texts, and for many texts at once. The cost per token is constant, and the state is the
-smallest of all. Each head has one mean over the whole text. Later tokens can outweigh earlier ones, but nothing is
-forgotten. Only the sines tell the order of tokens; where order and neighbours matter, put windowed layers below.
+smallest of all architectures here. Each head has one mean over the whole text. Later tokens can outweigh earlier ones;
+nothing is forgotten. Only the sines tell the order of tokens. If order matters, put layers with windows below.
 """
 
 from functools import partial
@@ -36,29 +36,29 @@ from multilin.settings.bounds import Fraction, Multiple, Positive, Width
 
 @settings
 class ElitaShared(LayerOptions):
-    """What all layers of a model have in common."""
+    """Options that all layers of a model share."""
 
-    num_heads: Multiple = 4  # heads
+    num_heads: Multiple = 4  # number of heads
     value_size: Width | None = None  # width of a head's values; null is hidden size / heads
-    num_frequencies: Multiple = 16  # sine waves of a position's weight
+    num_frequencies: Multiple = 16  # number of sine waves in the weight of a position
     factor: Multiple = 8  # width of the second vector of the feed-forward
-    norm_eps: Positive = 1e-5  # added to the variance; the original code has 1e-3
+    norm_eps: Positive = 1e-5  # number that LayerNorm adds to the variance; 1e-3 in the original code
     clip_logits: Positive | None = None  # largest exponent; 20 in the original code; null does not clip
-    dropout: Fraction = 0.0  # on attention and feed-forward, in training
+    dropout: Fraction = 0.0  # dropout of attention and feed-forward in training
 
 
 @settings
 class ElitaOptions(ElitaShared):
-    """One layer."""
+    """Options of one layer."""
 
-    position_period: Positive = 1.0  # n, the unit of positions
+    position_period: Positive = 1.0  # n, by which positions are divided
 
 
 @settings
 class ElitaPreset(ElitaShared):
-    """A whole model."""
+    """Options of a whole model."""
 
-    position_period: Positive | None = None  # n, the unit of positions; null is the training length
+    position_period: Positive | None = None  # n, by which positions are divided; null is the training length
 
 
 class ElitaAttention(ParameterHolder, Reader):
@@ -68,7 +68,7 @@ class ElitaAttention(ParameterHolder, Reader):
         super().__init__()
         self.options = options
         value_size = options.value_size or head_width(hidden_size, options.num_heads)
-        # Per head k1 (weight in the sum), k2 (weight by itself), k3 (weight of the sum).
+        # For each head: k1 (weight of a token in the sum), k2 (weight of the separate term), k3 (weight of the sum).
         self.scores = Linear(hidden_size, 3 * options.num_heads, bias=False)
         self.values = Linear(hidden_size, options.num_heads * value_size, bias=False)
         self.output = Linear(options.num_heads * value_size, hidden_size, bias=False)
@@ -79,7 +79,7 @@ class ElitaAttention(ParameterHolder, Reader):
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """(B, T, D) to (B, T, D), and the state of the running sum."""
+        """The output (B, T, D), and the state of the running sum."""
         in_sum_BTH, by_itself_BTH, of_sum_BTH = self.scores(x_BTD).chunk(3, dim=-1)
         waves_BT2H = self._position_weights(layout.positions_BT)
         in_sum_BTH = self._clip(in_sum_BTH + waves_BT2H[:, :, 0])
@@ -100,7 +100,7 @@ class ElitaAttention(ParameterHolder, Reader):
         return logits if limit is None else logits.clamp(-limit, limit)
 
     def initialize(self, std: float) -> None:
-        """Waves of about one turn per period, of small weight."""
+        """Draw waves of about one radian per period, with small amplitudes."""
         nn.init.normal_(self.frequencies)
         nn.init.normal_(self.phases)
         nn.init.normal_(self.amplitudes, std=std)
@@ -117,13 +117,13 @@ class TwoFactorFeedForward(nn.Module):
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """The output (B, T, D)."""
         wide, narrow = (nn.functional.silu(part(x_BTD))[..., None, :] for part in (self.wide, self.narrow))
         return self.dropout(multiply_pairs(self.combine, wide, narrow))
 
 
 class ElitaLayer(ResidualBlock):
-    """Time-linear attention, then the two-factor feed-forward, each on a LayerNorm without scale and bias and added."""
+    """ELiTA attention, then its feed-forward; each reads a LayerNorm of x (no scale, no bias) and is added to x."""
 
     def __init__(self, hidden_size: int, options: ElitaOptions) -> None:
         norm = partial(nn.LayerNorm, hidden_size, eps=options.norm_eps, elementwise_affine=False)
@@ -131,7 +131,7 @@ class ElitaLayer(ResidualBlock):
 
 
 def preset(sizes: Sizes, choices: ElitaPreset) -> Preset:
-    """No positions but those in the attention, so no limit on the text; tied output, final LayerNorm."""
+    """A model with positions in the attention only, so that texts have no limit; tied output, final LayerNorm."""
     period = choices.position_period or float(sizes.n_positions or 1024)
     return Preset(
         layers=[ElitaOptions.from_choices(choices, position_period=period)] * sizes.num_layers,

@@ -1,21 +1,21 @@
 """Gated DeltaNet: linear attention with one matrix per head; a token replaces the value stored under its key.
 
-On h = RMSNorm(x), per head, with s = swish, c a convolution over the last four tokens, unit(v) = v / |v|:
+On h = RMSNorm(x), for each head, where s is swish, c a convolution over the last four tokens, and unit(v) = v / |v|:
 
     q = unit(s(c(W_q h))) / sqrt(width)        k = unit(s(c(W_k h)))        v = s(c(W_v h))
     a_t = e^(-A softplus(w_a . h_t + d))        b_t = sigmoid(w_b . h_t)
     S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
 
-Then x += W_3 (s(W_1 h) * W_2 h) on another RMSNorm. The gate a_t makes the matrix decay. The layer equals the linear
-layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1) it is DeltaNet; without `corrects`
-(S_t = a_t S_(t-1) + v_t k_t^T) it is gated linear attention with one gate per head; without both it is linear
+Then x += W_3 (s(W_1 h) * W_2 h), with h another RMSNorm of x. The gate a_t makes the matrix decay. The layer equals the
+linear layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1) it is DeltaNet; without `corrects`
+(adding v_t k_t^T to a_t S_(t-1)) it is gated linear attention with one gate per head; without both it is linear
 attention. `convolution` and `output_gate` can be switched off, too.
 
 State: per head, the matrix S and the last three inputs of the convolution.
 
-When to use: to find single earlier tokens again with a state of fixed size. A repeated key replaces its stored value,
-so a matrix holds as many pairs as its keys are wide; more pairs disturb each other. The state is much larger than a
-mean, and training computes several products for each chunk of 64 tokens.
+When to use: to look up single earlier tokens with a state of fixed size. A key that comes again replaces its stored
+value. A matrix holds as many pairs of key and value as a key has numbers; more pairs disturb each other. The state is
+much larger than a mean, and training computes several products for each chunk of 64 tokens.
 """
 
 import math
@@ -34,7 +34,7 @@ from multilin.settings import settings
 from multilin.settings.bounds import Multiple, Width
 
 EPS = 1e-6  # added to mean squares and squared lengths
-DECAYS, STEPS = (0.01, 16.0), (1e-3, 0.1)  # where A begins, uniform; and softplus(d), uniform in its logarithm
+DECAYS, STEPS = (0.01, 16.0), (1e-3, 0.1)  # ranges of the initial A (uniform) and softplus(d) (log-uniform)
 MEANING = (
     "A weight is the factor of the token's values in what the head reads: how well query and key fit, reduced by decay "
     "and by later tokens with similar keys. It may be negative, and is no share."
@@ -43,14 +43,14 @@ MEANING = (
 
 @settings
 class GatedDeltaNetOptions(LayerOptions):
-    """One layer, or a whole model."""
+    """Options of one layer, or of a whole model."""
 
-    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
+    num_heads: Multiple = 4  # number of heads; it must divide the hidden size
     value_size: Width | None = None  # width of a head's values; null is hidden size / heads
-    decays: bool = True  # every token decays the matrix
+    decays: bool = True  # multiply the matrix by the gate a at every token
     corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to it
-    convolution: Multiple | None = 4  # tokens in the convolution of queries, keys and values; null: none
-    output_gate: bool = True  # multiply what is read by a gate of the current token
+    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values reads; null: none
+    output_gate: bool = True  # multiply the result by a gate that the current token computes
 
 
 class GatedDeltaNetState(NamedTuple):
@@ -73,11 +73,11 @@ class Decays(ParameterHolder):
         """(B, T, D) to (B, T, H)."""
         dtype = torch.promote_types(h_BTD.dtype, torch.float32)
         steps_BTH = self.steps(h_BTD).to(dtype) + self.step_bias
-        return self.log_factor.to(dtype).exp() * logsigmoid(-steps_BTH)  # -softplus, whose gradient compiles wrongly
+        return self.log_factor.to(dtype).exp() * logsigmoid(-steps_BTH)  # softplus has a wrong gradient if compiled
 
     @torch.no_grad()
     def initialize(self, std: float) -> None:
-        """As in the source: a head forgets within one token to a hundred thousand."""
+        """As in the source: the memory of a head lasts between one token and a hundred thousand tokens."""
         self.log_factor.uniform_(*DECAYS).log_()
         steps_H = self.step_bias.uniform_(*map(math.log, STEPS)).exp()
         self.step_bias.copy_(steps_H + torch.log(-torch.expm1(-steps_H)))
@@ -100,7 +100,7 @@ class GatedDeltaNet(Reader):
         self.output = Linear(self.widths[2], hidden_size, bias=False)  # W_o
 
     def forward(self, h_BTD: Tensor, state: GatedDeltaNetState | None, layout: Layout) -> tuple[Tensor, Any]:
-        """(B, T, D) to (B, T, D), and the state."""
+        """The output (B, T, D), and the state."""
         inputs, matrices = state or (None, None)
         mixed = self.projections(h_BTD)
         if self.convolution is not None:
@@ -120,14 +120,14 @@ class GatedDeltaNet(Reader):
     def delta_rule(
         self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHE: Tensor, state: Any, layout: Layout, **options: Any
     ) -> tuple[Tensor, Any]:
-        """The op of this name with these options: what is read (B, T, H, E), and the state."""
+        """Call the op `delta_rule`: the values read (B, T, H, E), and the state."""
         options |= {"padding": layout.padding_BT, "starts": layout.starts_BT}
         self.record(lambda: Reading(MEANING, delta_rule_weights(q_BTHK, k_BTHK, **options), 0, None, is_share=False))
         return delta_rule(q_BTHK, k_BTHK, v_BTHE, **options, state=state, needs_state=layout.needs_state)
 
 
 class SwishFeedForward(nn.Module):
-    """y = W_3 (s(W_1 x) * W_2 x), s = swish, with the number of weights of a four times wider one without a gate."""
+    """y = W_3 (s(W_1 x) * W_2 x), s = swish. It has as many weights as a feed-forward of width 4 D without a gate."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -135,13 +135,13 @@ class SwishFeedForward(nn.Module):
         self.contract = Linear(8 * hidden_size // 3, hidden_size, bias=False)  # W_3
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """The output (B, T, D)."""
         gate, values = self.expand(x_BTD).chunk(2, dim=-1)
         return self.contract(silu(gate) * values)
 
 
 class GatedDeltaNetLayer(ResidualBlock):
-    """Gated DeltaNet, then a gated feed-forward, each on an RMSNorm and added."""
+    """Gated DeltaNet, then a gated feed-forward; each reads an RMSNorm of x and is added to x."""
 
     def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
         parts = GatedDeltaNet(hidden_size, options), SwishFeedForward(hidden_size)
@@ -149,13 +149,13 @@ class GatedDeltaNetLayer(ResidualBlock):
 
 
 def _normalize(x: Tensor) -> Tensor:
-    """To length 1, in float32 or better."""
+    """The vectors of x scaled to length 1, in float32 or better."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)
 
 
 def preset(sizes: Sizes, choices: GatedDeltaNetOptions) -> Preset:
-    """All layers alike; no positions, so no limit on the text."""
+    """A model of equal layers without positions, so that texts have no limit."""
     return Preset(
         layers=[choices] * sizes.num_layers,
         model={"n_positions": None},

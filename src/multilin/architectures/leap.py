@@ -1,14 +1,14 @@
 """LEAP: each head averages the values in its window, with one weight per token; the query gates the result.
 
-Per head of width e, on h = LayerNorm(x), with q, f, k, v the four parts of W h:
+For each head of width e, on h = LayerNorm(x), where q, f, k, v are the four parts of W h:
 
     a_j = elu(f_j . k_j / sqrt(e)) + 1
     K_t = (sum_j a_j k_j) / (sum_j a_j + eps)    V_t = (sum_j a_j v_j) / (sum_j a_j + eps)    j in (t - window, t]
     x  += sigmoid(q_t . K_t / sqrt(e)) V_t
 
 Then x += W_2 gelu(W_1 LayerNorm(x) + b_1) + b_2. elu(u) + 1 is e^u for u <= 0 and u + 1 above; eps is 0.00001. The
-source subtracts two sums over the whole past. This file computes both means as a running softmax mean, which loses no
-digits: the logits are log a_j, and eps is the weight of a null token.
+source computes a window as the difference of two sums over the whole past, which loses digits. This file computes both
+means as a running softmax mean: the logits are log a_j, and eps is the weight of a null token.
 
 The formulas are those of the source's last version. The option `weights: exp` gives release 1.0.1 of the package,
 a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and v over each head, and replaces
@@ -17,7 +17,7 @@ a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and 
 State: per head, one summary token (the log of the total weight, and the means of k and v) in a global layer, or the
 last window - 1 tokens in a windowed layer.
 
-When to use: for the purposes of additive attention, whose successor it is. LEAP averages once per layer instead of
+When to use: for the same purposes as additive attention, which LEAP succeeds. LEAP averages once per layer instead of
 twice, and the query gates the result. A token still has the same weight for every position that reads it. Learned
 positions limit the text to n_positions.
 """
@@ -34,31 +34,31 @@ from multilin.layers import GeluFeedForward, Layout, Linear, Reader, ResidualBlo
 from multilin.settings import settings
 from multilin.settings.bounds import Fraction, LayerWindows, Multiple, Positive, Window
 
-EPS = 1e-5  # what the source adds to the sum of the weights and to standard deviations
-PACKAGE_WINDOWS = (None, 4, 8, 16)  # of layers in turn
+EPS = 1e-5  # the source adds it to the sum of the weights and to standard deviations
+PACKAGE_WINDOWS = (None, 4, 8, 16)  # windows of the layers, repeated
 Windows = Literal["package", "global"] | Window | LayerWindows
 
 
 @settings
 class LeapShared(LayerOptions):
-    """What all layers of a model have in common."""
+    """Options that all layers of a model share."""
 
-    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
+    num_heads: Multiple = 4  # number of heads; it must divide the hidden size
     weights: Literal["elu", "exp"] = "elu"  # a token's weight: elu(u) + 1, or e^u as in the package's release 1.0.1
     rescale: Positive | None = None  # standardise the heads, and scale products by rescale / e; null does neither
-    dropout: Fraction = 0.1  # on q, f, v, u and the feed-forward, in training
+    dropout: Fraction = 0.1  # dropout of q, f, v, logits and feed-forward in training
 
 
 @settings
 class LeapOptions(LeapShared):
-    """One layer."""
+    """Options of one layer."""
 
-    window: Window | None = None  # tokens read, with the current one; null reads the whole past
+    window: Window | None = None  # number of tokens read, with the current one; null reads the whole past
 
 
 @settings
 class LeapPreset(LeapShared):
-    """A whole model."""
+    """Options of a whole model."""
 
     windows: Windows = "package"  # package (global, 4, 8, 16, repeated), global, k, or a list
 
@@ -75,7 +75,7 @@ class LeapAttention(Reader):
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """(B, T, D) to (B, T, D), and the state of the means."""
+        """The output (B, T, D), and the state of the means."""
         parts = self.projections(x_BTD).unflatten(-1, (4, self.options.num_heads, -1))
         if self.options.rescale is not None:
             parts = standardize(parts, EPS)
@@ -98,7 +98,7 @@ class LeapAttention(Reader):
 
 
 class LeapLayer(ResidualBlock):
-    """LEAP, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
+    """LEAP, then a GELU feed-forward of width 4 D; each reads a LayerNorm of x and is added to x."""
 
     def __init__(self, hidden_size: int, options: LeapOptions) -> None:
         attention = LeapAttention(hidden_size, options)
@@ -107,7 +107,7 @@ class LeapLayer(ResidualBlock):
 
 
 def preset(sizes: Sizes, choices: LeapPreset) -> Preset:
-    """Global and narrow windows in turn, learned positions, tied output without bias."""
+    """A model with global and narrow windows in turn, learned positions, and a tied output without bias."""
     windows = choices.windows
     if windows == "package":
         windows = tuple(PACKAGE_WINDOWS[layer % len(PACKAGE_WINDOWS)] for layer in range(sizes.num_layers))

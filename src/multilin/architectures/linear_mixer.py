@@ -3,7 +3,7 @@
     e_t = W onehot(token_t)        h_t = e_t + sum_{j<=t} c[t, j] e_j (+ b_t)        logits_t = H h_t
 
 c is a lower triangle of n_ctx (n_ctx + 1) / 2 parameters, shared by all D features; b is one number per position. The
-weights are the same for every text. A layer is this mixing, then, if chosen, a feed-forward x += F(x). Options:
+weights are the same for every text. A layer is this mixing, then a feed-forward x += F(x) if chosen. Options:
 
     mixing "linear"   c x            "gelu"   c' gelu(c x), two triangles
            "relu"     c x, and a ReLU before the output projection, at the end of the last layer only
@@ -13,8 +13,8 @@ With norms, a GELU feed-forward and several layers it is the masked mixer. With 
 none, and no norm, the whole model is one linear map: a matrix over tokens and a triangle over positions. `compose` in
 `multilin.inference.rollout` computes both; `multilin rollout` feeds the outputs of such a model back in parallel.
 
-State: the inputs of each mixing so far, in n_ctx rows. A text cannot be longer than n_ctx. Texts cannot share a row,
-because weights belong to absolute positions.
+State: the inputs of each mixing so far, in a buffer of n_ctx rows. A text cannot be longer than n_ctx. Texts cannot
+share a row, because weights belong to absolute positions.
 
 When to use: to study what a language model with little or no nonlinearity can do, and to compute many outputs at once
 (`multilin rollout`). Its weights do not depend on content, its cost grows with the square of n_ctx, and its state holds
@@ -38,32 +38,32 @@ from multilin.settings.bounds import Length, Multiple
 
 @settings
 class LinearMixerPreset(LayerOptions):
-    """A whole model."""
+    """Options of a whole model."""
 
-    mixing: Literal["linear", "relu", "gelu"] = "linear"  # what happens to the sum; see the architecture's page
-    mixing_bias: bool = False  # add a number per position to the sum
+    mixing: Literal["linear", "relu", "gelu"] = "linear"  # function of the sum; see the architecture's page
+    mixing_bias: bool = False  # add a learned number per position to the sum
     residual: bool = True  # add the mixing to its input instead of replacing it
-    feed_forward: Literal["none", "linear", "gelu"] = "none"  # maps each position after the mixing, always added
-    expansion: Multiple = 4  # width of the middle of the GELU feed-forward, in multiples of the hidden size
+    feed_forward: Literal["none", "linear", "gelu"] = "none"  # applied to each position after the mixing, and added
+    expansion: Multiple = 4  # hidden width of the GELU feed-forward, in multiples of the hidden size
     norm: bool = False  # LayerNorm before the mixing and before the feed-forward
 
 
 @settings
 class LinearMixerOptions(LinearMixerPreset):
-    """One layer; with mixing "relu" its output goes through a ReLU."""
+    """Options of one layer; with mixing "relu" its output goes through a ReLU."""
 
-    context: Length = 1024  # n_ctx: positions that have weights, the length of the longest text
+    context: Length = 1024  # n_ctx: number of positions with weights, which is the length of the longest text
 
 
 class LinearMixerState(NamedTuple):
-    """Inputs of the mixing, and of its second triangle if there is one."""
+    """The inputs of the mixing, and of its second triangle if there is one."""
 
     first: CausalMixingState
     second: CausalMixingState | None
 
 
 class Triangle(ParameterHolder, Reader):
-    """y_t = sum_{j<=t} c[t, j] x_j + b_t: the triangle row by row, in a matrix that adapters reach, and the bias."""
+    """y_t = sum_{j<=t} c[t, j] x_j + b_t. A Linear stores the triangle row by row, so that adapters find it."""
 
     def __init__(self, context: int, has_bias: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Triangle(ParameterHolder, Reader):
         return lower_triangle(weight_of(self.triangle, self.triangle.weight).flatten())
 
     def forward(self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout) -> tuple[Tensor, Any]:
-        """(B, T, D) to (B, T, D), and the state."""
+        """The output (B, T, D), and the state."""
         self.record(lambda: self._reading(x_BTD, layout))
         triangle = weight_of(self.triangle, x_BTD).flatten()
         return causal_mixing(
@@ -111,7 +111,7 @@ class LinearMixerLayer(Layer):
         self.activation = nn.ReLU() if options.mixing == "relu" else nn.Identity()
 
     def forward(self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout) -> tuple[Tensor, Any]:
-        """Output (B, T, D) and the inputs of the mixing."""
+        """The output (B, T, D), and the inputs of the mixing."""
         first, second = state or (None, None)
         mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), first, layout)
         if self.second_mixing is not None:
@@ -153,13 +153,13 @@ def _feed_forward(hidden_size: int, options: LinearMixerOptions) -> nn.Module | 
 
 
 def preset(sizes: Sizes, choices: LinearMixerPreset) -> Preset:
-    """Positions are in the weights; the output has its own matrix and no norm before it."""
+    """A model without position embeddings, since c depends on positions; untied output without a final norm."""
     if sizes.n_positions is None:
         raise InputError("n_positions: none given, but linear_mixer has weights for each position of the longest text")
     if choices.feed_forward != "gelu" and choices.expansion != LinearMixerPreset.expansion:
-        raise InputError(f"expansion: {choices.expansion} given, but it belongs to feed_forward gelu; leave it out")
+        raise InputError(f"expansion: {choices.expansion} given, but only feed_forward gelu uses it; leave it out")
     last = LinearMixerOptions.from_choices(choices, context=sizes.n_positions)
-    # A ReLU stands only before the output projection.
+    # Only the last layer, before the output projection, has a ReLU.
     others = dataclasses.replace(last, mixing="linear") if choices.mixing == "relu" else last
     layers = [others] * (sizes.num_layers - 1) + [last]
     return Preset(layers, model={"tie_word_embeddings": False, "final_norm": "none"})

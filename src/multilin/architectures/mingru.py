@@ -30,11 +30,11 @@ TAPS = 4  # tokens that the convolution reads
 
 @settings
 class MinGruOptions(LayerOptions):
-    """One layer, or a whole model."""
+    """Options of one layer, or of a whole model."""
 
-    expansion: Multiple = 1  # channels of the state in multiples of the hidden size
-    convolution: bool = True  # whether gates and candidates read the last four tokens, or the current one alone
-    dropout: Fraction = 0.0  # on what is added to x, in training
+    expansion: Multiple = 1  # number of channels of the state, in multiples of the hidden size
+    convolution: bool = True  # gates and candidates read the last four tokens, not only the current one
+    dropout: Fraction = 0.0  # dropout of both terms that are added to x, in training
 
 
 class MinGruState(NamedTuple):
@@ -56,7 +56,7 @@ class MinGru(Reader):
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x_BTD: Tensor, state: MinGruState | None, layout: Layout) -> tuple[Tensor, MinGruState | None]:
-        """(B, T, D) to (B, T, D), and the state."""
+        """The output (B, T, D), and the state."""
         inputs_BSD, hidden = state or (None, None)
         if self.convolution is not None:
             x_BTD, inputs_BSD = self.convolution(x_BTD, inputs_BSD, layout)
@@ -79,7 +79,7 @@ def _reading(pairs_BT2E: Tensor, where: dict[str, Any], *, has_convolution: bool
 
 
 class MinGruLayer(ResidualBlock):
-    """minGRU, then a GELU feed-forward of four times the width, each on a LayerNorm and added."""
+    """minGRU, then a GELU feed-forward of width 4 D; each reads a LayerNorm of x and is added to x."""
 
     def __init__(self, hidden_size: int, options: MinGruOptions) -> None:
         feed_forward = GeluFeedForward(hidden_size, dropout=options.dropout)
@@ -87,7 +87,7 @@ class MinGruLayer(ResidualBlock):
 
 
 def preset(sizes: Sizes, choices: MinGruOptions) -> Preset:
-    """No positions, so no limit on the text; tied output, final LayerNorm."""
+    """A model without positions, so that texts have no limit; tied output, final LayerNorm."""
     return Preset(
         layers=[choices] * sizes.num_layers,
         model={"n_positions": None, "embedding_dropout": choices.dropout},

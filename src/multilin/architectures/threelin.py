@@ -1,21 +1,21 @@
 """3Lin: attention over a window with decay; products with the current token replace the feed-forward.
 
-N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `window` tokens before t:
+N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `window` tokens j before t:
 
     logit_tj = scale N(QK x_j) . (QV x_t) - slope (t - j) + hyper / (t - j)
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
-The pairs (i, i xor b) are all pairs inside aligned blocks of 16: 16 products per number instead of ttdim. With
-`query_on: current`, QK and QV change roles: N(QK x_t) . (QV x_j). Without a past, A_t = 0. The decay is the only
-information about positions. Six layers repeat (slope, hyper, window): (0, 6.6, 64), (0, 0, wide), (0, 13.3, 64),
-(0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
+The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so a number has 16 products instead of ttdim
+(`value_size`). With `query_on: current`, QK and QV change roles: N(QK x_t) . (QV x_j). Without a past, A_t = 0. The
+decay is the only information about positions. The layers repeat six rows of (slope, hyper, window): (0, 6.6, 64), (0,
+0, wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 
 State: keys and values of the last `window` tokens, in float32, with a flag that marks filled entries.
 
-When to use: for attention whose cost per token is bounded by the window, and to study products of what was read with
-the current token as a replacement for feed-forwards. Five of six layers read 64 tokens. The wide layer reads the
-training length and holds most of the state. Most parameters are in C: block * value_size * D per layer.
+When to use: for attention whose cost per token is bounded by the window, and to study whether products of the
+attention's result with the current token can replace feed-forwards. Five of six layers read 64 tokens. The wide layer
+reads the training length and holds most of the state. Most parameters are in C: block * value_size * D per layer.
 """
 
 from typing import Any, Literal
@@ -35,28 +35,28 @@ PATTERN = ((0.0, 6.6, 64), (0.0, 0.0, None), (0.0, 13.3, 64), (0.25, 0.0, 64), (
 
 @settings
 class ThreeLinShared(LayerOptions):
-    """What all layers of a model have in common."""
+    """Options that all layers of a model share."""
 
     query_size: Width | None = None  # width of QK x and QV x; null is half the hidden size
     value_size: Width | None = None  # ttdim, width of V x and K x, a multiple of the block; null is the hidden size
-    block: Multiple = 16  # pairs per number of the combiner, a power of two
-    query_on: Literal["past", "current"] = "past"  # token to which the normalised QK belongs
+    block: Multiple = 16  # products per number in the combiner, a power of two
+    query_on: Literal["past", "current"] = "past"  # the normalised QK maps past tokens or the current one
     scale: Factor | None = None  # factor on the logits; null is 1 / sqrt(query size); the document has 1
-    learn_decay: bool = False  # slope and hyper are parameters
+    learn_decay: bool = False  # train slope and hyper
 
 
 @settings
 class ThreeLinOptions(ThreeLinShared):
-    """One layer."""
+    """Options of one layer."""
 
-    window: PastWindow = 64  # tokens of the past that are read
-    slope: Strength = 0.0  # linear decay over the distance in tokens
-    hyper: Factor = 0.0  # hyperbolic decay
+    window: PastWindow = 64  # number of past tokens that are read
+    slope: Strength = 0.0  # decay of the logits per token of distance
+    hyper: Factor = 0.0  # factor of 1 / distance in the logits
 
 
 @settings
 class ThreeLinPreset(ThreeLinShared):
-    """A whole model."""
+    """Options of a whole model."""
 
     narrow: PastWindow = 64  # window of the narrow layers
     wide: PastWindow | None = None  # window of the wide layers; null is the training length
@@ -86,7 +86,7 @@ class ThreeLinLayer(Layer, ParameterHolder, Reader):
         self.decay = nn.Parameter(torch.empty(2)) if options.learn_decay else None
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """Output (B, T, D) and the state of the window."""
+        """The output (B, T, D), and the state of the window."""
         h_BTD = self.norm(x_BTD)
         keys_BTQ, queries_BTQ = self.norm(self.query_key(h_BTD)), self.query_value(h_BTD)
         if self.options.query_on == "current":
@@ -102,14 +102,14 @@ class ThreeLinLayer(Layer, ParameterHolder, Reader):
         return x_BTD + multiply_pairs(self.combiner, own_BTNK, read_BTNK), state
 
     def initialize(self, std: float) -> None:
-        """The decay starts as the options say."""
+        """Set the trained decay to the values of the options."""
         if self.decay is not None:
             with torch.no_grad():
                 self.decay.copy_(torch.tensor([self.options.slope, self.options.hyper]))
 
 
 def preset(sizes: Sizes, choices: ThreeLinPreset) -> Preset:
-    """The six rows of the pattern, repeated; no positions, so no limit on the text; untied output, final N."""
+    """A model that repeats the six rows, without positions, so that texts have no limit; untied output, final N."""
     wide = (sizes.n_positions or 1024) if choices.wide is None else choices.wide
     rows = [PATTERN[layer % len(PATTERN)] for layer in range(sizes.num_layers)]
     return Preset(

@@ -1,7 +1,7 @@
 """TScale: rotary attention over windows, whose result is multiplied with the current token, and ReLU feed-forwards.
 
-H heads; N(x) divides each tile, as wide as a head, by its root mean square; a zero tile stays 0. lin(W, x) is
-W x / sqrt(width of x), without biases, so unit-variance weights keep unit variance. On x = N(state):
+H heads have width d_h. N(x) divides each tile of d_h numbers by its root mean square (a zero tile stays 0). lin(W, x)
+is W x / sqrt(width of x), without biases. With `state` the vector between the layers, on x = N(state):
 
     q = rope(N(lin(Q, x)))    r = rope(lin(R, x))    u = N(lin(U, x))    v = N(lin(V, x))
     logit_tj = 0.5 / sqrt(d_h) q_t . r_j - slope ln 2 (t - j)                     1 <= t - j <= width
@@ -10,14 +10,14 @@ W x / sqrt(width of x), without biases, so unit-variance weights keep unit varia
     state   += lin(F, relu(N(lin(E, N(state)))))
     logits   = lin(W, N(state)) + bias                                     fixed log of the token counts, or none
 
-Widths: the first sixth of the layers, in pairs, reads one token. After them, narrow layers (64 tokens, slope 0.5) and
-full layers alternate. An odd number of layers is rounded up, as in the source.
+Widths: about the first sixth of the layers, in pairs, reads only the token before. After them, narrow layers (64
+tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the source.
 
 State: keys and values of the last `width` tokens of each layer, in float32, with a flag that marks filled entries.
 
-When to use: for exact look-ups in the recent past, as in a Transformer, with a bounded state. At least half of
-the layers read 64 tokens or fewer; the full layers read at most the training length. The source chose unit-variance
-weights and normalised states for training in int8. Only the mixers have a larger state.
+When to use: for exact look-ups in the recent past, as in a Transformer, with a bounded state. At least half of the
+layers read 64 tokens or fewer, the others at most the training length. The weights of unit variance and the norms are
+meant for training in int8. Here only the linear and masked mixers have a larger state.
 """
 
 import math
@@ -39,14 +39,14 @@ HEAD_SIZE = 128
 
 @settings
 class TScaleShared(LayerOptions):
-    """What all layers of a model have in common."""
+    """Options that all layers of a model share."""
 
-    num_heads: Multiple | None = None  # heads; null is hidden size / head size
-    head_size: Width | None = None  # of a head and the tiles of N, even; null is hidden size / heads, or at most 128
-    expansion: Multiple = 1  # width of the feed-forward in multiples of all heads together
-    rotary_base: Positive = 500_000.0  # of the rotary frequencies
+    num_heads: Multiple | None = None  # number of heads; null is hidden size / head size
+    head_size: Width | None = None  # width of heads and tiles, even; null is hidden size / heads, or at most 128
+    expansion: Multiple = 1  # width of the feed-forward, in multiples of the width of all heads
+    rotary_base: Positive = 500_000.0  # base of the rotary frequencies
     scale: Factor | None = None  # factor on the logits; null is 0.5 / sqrt(head size)
-    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear: lin(C, [u, a]), not in TScale, to compare
+    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear: lin(C, [u, a]), for comparisons; not in TScale
 
     def tile(self, hidden_size: int) -> int:
         """Width of a head."""
@@ -61,22 +61,22 @@ class TScaleShared(LayerOptions):
 
 @settings
 class TScaleOptions(TScaleShared):
-    """One layer."""
+    """Options of one layer."""
 
-    width: PastWindow = 64  # tokens of the past that are read; 0 reads the token itself
-    slope: Strength = 0.0  # decay in powers of two per token
+    width: PastWindow = 64  # number of past tokens that are read; 0 reads the current token instead
+    slope: Strength = 0.0  # decay per token of distance, as a power of two
 
 
 @settings
 class TScalePreset(TScaleShared):
-    """A whole model."""
+    """Options of a whole model."""
 
-    widths: Literal["schedule", "full"] = "schedule"  # full: all layers are full ones, not in TScale, to compare
+    widths: Literal["schedule", "full"] = "schedule"  # full: every layer is full, for comparisons; not in TScale
     full_width: PastWindow | None = None  # width of the full layers; null is the training length
 
 
 class TScaleAttention(Reader):
-    """lin(C, [u xor-paired with a]), or lin(C, [u, a]): see the top of this file."""
+    """lin(C, [products of u and a]), or lin(C, [u, a]): see the top of this file."""
 
     def __init__(self, hidden_size: int, head_size: int, options: TScaleOptions) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TScaleAttention(Reader):
         self.combiner = Linear(num_products, hidden_size, bias=False, starts_at_zero=True)
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """What is added to the state (B, T, D), and the window's state."""
+        """The term to add to the input (B, T, D), and the window's state."""
         angles = rotary_angles(layout.positions_BT, self.heads[1], self.options.rotary_base, x_BTD.dtype)
         q_BTHE = rotate(self.norm(multiply_scaled(self.query, x_BTD)).unflatten(-1, self.heads), angles)
         r_BTHE = rotate(multiply_scaled(self.remote, x_BTD).unflatten(-1, self.heads), angles)
@@ -108,7 +108,7 @@ class TScaleAttention(Reader):
 
 
 class TScaleLayer(Layer):
-    """Attention with a bilinear combiner, then a ReLU feed-forward, both added to the state."""
+    """Attention with a bilinear combiner, then a ReLU feed-forward; each is added to the input."""
 
     def __init__(self, hidden_size: int, options: TScaleOptions) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class TScaleLayer(Layer):
         self.contract = Linear(wide, hidden_size, bias=False, starts_at_zero=True)
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Layout) -> tuple[Tensor, Any]:
-        """Output (B, T, D) and the window's state."""
+        """The output (B, T, D), and the window's state."""
         update_BTD, state = self.attention(self.norm(x_BTD), state, layout)
         x_BTD = x_BTD + update_BTD
         h_BTE = torch.relu(self.norm(multiply_scaled(self.expand, self.norm(x_BTD))))
@@ -132,7 +132,7 @@ class TScaleLayer(Layer):
 
 
 def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
-    """(width, slope) of each layer for a depth, as the source's schedule ALIBI_V3 has them."""
+    """The width and slope of each of `depth` layers, as in the source's schedule ALIBI_V3."""
     if depth == 1:
         return [(full_width, 0.1)]
     num_pairs = (depth + 1) // 2
@@ -141,7 +141,7 @@ def layer_widths(depth: int, full_width: int) -> list[tuple[int, float]]:
 
 
 def preset(sizes: Sizes, choices: TScalePreset) -> Preset:
-    """The width schedule; rotary positions, so no limit on the text; untied output, final N."""
+    """A model with the width schedule and rotary positions, so that texts have no limit; untied output, final N."""
     full_width = (sizes.n_positions or 1024) if choices.full_width is None else choices.full_width
     schedule = layer_widths(sizes.num_layers, full_width)
     widths = schedule if choices.widths == "schedule" else [(full_width, 0.0)] * len(schedule)

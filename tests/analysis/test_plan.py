@@ -291,7 +291,9 @@ def test_a_time_has_a_unit_that_fits(seconds: float, text: str) -> None:
 
 
 def test_what_training_refuses_is_not_planned() -> None:
-    with pytest.raises(InputError, match=r"training\.communication: 'int8' given, but training\.shard 'fsdp' works with 'float' only"):
+    with pytest.raises(
+        InputError, match=r"training\.communication: 'int8' given, but training\.shard 'fsdp' works with 'float' only"
+    ):
         plan(recipe(**{"training.shard": "fsdp", "training.communication": "int8"}))
     with pytest.raises(InputError, match=r"training\.lora: given without model\.start"):
         recipe(**{"training.lora.rank": 8})

@@ -241,7 +241,6 @@ class _Picker:
 
     def check(self) -> None:
         """Refuse a recipe that the table cannot complete, and find the given vocabulary."""
-        source, start = self.base.data.name, self.base.model.start
         if num_processes() > 1:
             raise InputError("--minutes: works in one process only; under torchrun, give --training.minutes")
         if is_task(self.base.data.name):

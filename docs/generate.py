@@ -165,7 +165,9 @@ def _layer_fields(architecture: Architecture) -> str:
     of_model, of_layer = _field_rows(architecture.preset_options), _field_rows(architecture.options)
     missing = ", ".join(f"`{name}`" for name in of_model if name not in of_layer)
     own = [row for name, row in of_layer.items() if row != of_model.get(name)]
-    sentence = f"The options of a model{f', without {missing}' * bool(missing)}{', and:' if own else '.'}\n"
+    sentence = (
+        f"A layer takes the fields of a model{f' except {missing}' * bool(missing)}{', and also:' if own else '.'}\n"
+    )
     return sentence + ("\n" + "\n".join([*FIELDS, *own]) + "\n" if own else "")
 
 

@@ -518,8 +518,8 @@ def test_p_is_corrected_for_the_number_of_pairs() -> None:
         (Spread(2.0, None, 1), Spread(1.0, 0.1, 3), "too few seeds"),
         (Spread(2.0, 0.1, 2), Spread(1.0, 0.1, 9), "too few seeds"),
         (Spread(2.0, 0.0, 2), Spread(1.0, 0.0, 2), "too few seeds"),
-        (Spread(2.0, 0.0, 3), Spread(1.0, 0.0, 3), "no spread"),
-        (Spread(2.0, 0.1, 3), Spread(1.0, 0.0, 3), "no spread"),
+        (Spread(2.0, 0.0, 3), Spread(1.0, 0.0, 3), "all seeds of a row have"),
+        (Spread(2.0, 0.1, 3), Spread(1.0, 0.0, 3), "all seeds of a row have"),
     ],
 )
 def test_no_p_is_given_for_few_seeds_or_without_spread(one: Spread, other: Spread, reason: str) -> None:
@@ -574,7 +574,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         "The learning rates were not tuned: each row has the rate of its recipe or of the sweep. "
         "elita is best with 320 training tokens for each run: 2.000 ± 0.010 bits per byte (mean ± "
         "standard deviation of 3 seeds), 0.500 below gpt2, the next (20.0 %; 95 % interval 0.477 to 0.523). The "
-        "differences to all others exceed noise (p ≤ 0.05, corrected for 1 pair). At equal seconds (5.0 s, "
+        "differences to all others exceed noise (p ≤ 0.05, corrected for 1 pair). After the same training time (5.0 s, "
         "when elita ends) elita leads, 2.750 below gpt2, the next (57.9 %); cannot say whether the difference is noise "
         "(all seeds of a row have the same score)."
     )
@@ -601,7 +601,7 @@ def test_the_sentences_say_what_the_figures_do(found: Comparison) -> None:
         (NOISY, "gpt2 is within noise of elita (p > 0.05, corrected for 1 pair)."),
         (([[4, 3, 2.0], [4, 3, 2.01]], [[5, 4, 2.5], [5, 4, 2.51]]), "cannot say whether the difference is noise (too"),
         (([[4, 3, 2.0]], [[5, 4, 2.5]]), "2.000 bits per byte (one seed), 0.500 below gpt2, the next (20.0 %); gpt2"),
-        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (no spread between seeds for a test)."),
+        (([[4, 3, 2.0]] * 3, [[5, 4, 2.5]] * 3), "is noise (all seeds of a row have the same score)."),
         (([[4, 3, 2.0]] * 3, [[5, 4, 2.0]] * 3), "(mean ± standard deviation of 3 seeds), the same as gpt2; gpt2"),
         (([[4, 3, 2.5], [4, 3, 2]], [[5, 4, 2], [5, 4, 2.5]]), "2 seeds), the same as gpt2; gpt2"),
     ],
@@ -787,7 +787,7 @@ def test_nothing_is_best_where_a_row_left_its_budget(
         assert all("elita is best with 30 seconds" in shown[place] for place in ("html", "markdown"))
         return
     assert sentence.startswith("The rows are not ranked: ")
-    assert "off the budget of 30 seconds of training for each run" in sentence
+    assert "each run had a budget of 30 seconds of training, but" in sentence
     assert f"gpt2 used {seconds[1]:g} seconds of training" in sentence
     assert all(sentence in text for text in shown.values())
     assert comparison.order == ["gpt2", "elita"]  # as in the sweep

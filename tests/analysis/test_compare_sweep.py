@@ -89,7 +89,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             {"stages": [{"model.n_positions": [8]}, {"model.hidden_size": [0]}]},
             "rows.elita: stages.model.hidden_size: 0",
         ),
-        ({"stages": [{"optimizer.name": ["x2"]}]}, "rows.elita: stages.optimizer.name: x2 given, but it multiplies a"),
+        ({"stages": [{"optimizer.name": ["x2"]}]}, "rows.elita: stages.optimizer.name: x2 given, but the row has"),
         ({"extend": 2}, "extend: 2 given, but it needs a single stage, with two or more different positive"),
         (
             {"extend": 1, "stages": [{"schedule.name": ["linear", "cosine"]}]},
@@ -124,7 +124,10 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             "rows.elita.data.source: task:mqar is a task; give",
         ),
         ({"task": "mqra"}, "task: 'mqra' is not known; did you mean 'mqar'?"),
-        ({"budget": {"tokens": 50}}, "budget.tokens: 50 given, but for rows.elita that is 1 step, all in its warm-up"),
+        (
+            {"budget": {"tokens": 50}},
+            "budget.tokens: 50 given, but then a run of rows.elita has 1 step, and its warm-up",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_before_any_work(
@@ -412,7 +415,7 @@ def test_a_sweep_may_be_like_one_that_has_its_rows_and_is_like_no_other(sweep_fi
     assert load_sweep(first).rows.keys() == {"elita"}
     for content, sentence in (
         (f"like: {other.name}\nrows: {{elite: }}", "has no row 'elite'; did you mean 'elita'"),
-        ("like: first.yaml\nrows: {elita: }", "first.yaml given, but this sweep has a field `like` too"),
+        ("like: first.yaml\nrows: {elita: }", "first.yaml given, but that sweep has a `like` itself"),
     ):
         second = other.with_name("second.yaml")
         second.write_text(content)

@@ -165,9 +165,9 @@ MOST = "Largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the te
          "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
         (LAST, None, "and the start of the text (0.1). Removal was not measured, so what the prediction depends on"),
         (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
-        (None, B, "It has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
-        (None, None, "It has no readable weights. Removal was not measured, so"),
-        ([0, 0, 0, 0], A, "Its layers read no token at the last position. Without 'a' at 1 the"),
+        (None, B, "The model has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
+        (None, None, "The model has no readable weights. Removal was not measured, so"),
+        ([0, 0, 0, 0], A, "At the last position the model's layers read no token. Without 'a' at 1 the"),
         (LAST, [np.nan] * 4, "(0.1). Before the last token there is none that can be removed."),
     ],
 )  # fmt: skip

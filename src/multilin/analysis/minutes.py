@@ -244,9 +244,13 @@ class _Picker:
         if num_processes() > 1:
             raise InputError("--minutes: works in one process only; under torchrun, give --training.minutes")
         if is_task(self.base.data.name):
-            raise InputError(f"data.source: {self.base.data.name} given with --minutes; give --training.minutes")
+            raise InputError(
+                f"data.source: {self.base.data.name} is a task, but --minutes needs a text; give --training.minutes"
+            )
         if self.base.model.start is not None:
-            raise InputError(f"model.start: {self.base.model.start} given with --minutes; give --training.minutes")
+            raise InputError(
+                f"model.start: {self.base.model.start} given, but --minutes picks a new model; give --training.minutes"
+            )
         self.given_vocabulary = find_vocab_size(self.base) if self._has_tokenizer else self.base.tokenizer.vocab_size
         check_model(resolve_recipe(self.recipe(self.sizes(BYTE_VOCAB_SIZE)[0])))
 

@@ -257,7 +257,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     def span(self, index: int) -> tuple[int, int]:
         """The place of a block's first token, and the place after its last token."""
         if not 0 <= index < self._length:
-            raise IndexError(f"block {index} of {self._length}")
+            raise IndexError(f"block {index} does not exist; there are {self._length} blocks, counted from 0")
         if self._spans is not None:
             return self._spans[index]
         start = index * (self.block_size - 1)

@@ -287,7 +287,7 @@ class _Sample:
 
 
 def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
-    """The pieces, which are added to a sample too, as long as their different words fit into the memory."""
+    """Yield the pieces and add each to the sample. Raises _TooManyWords if their different words take too much memory."""
     words: set[str] = set()
     size = 0
     for piece in pieces:

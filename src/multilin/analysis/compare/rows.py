@@ -1,4 +1,4 @@
-"""The rows of a sweep, and their plans: recipes with one choice of the tuned fields and the steps of the budget.
+"""The rows of a sweep, and plans: recipes with a value for each tuned field, and as many steps as the budget allows.
 
 A row starts from a recipe; first the base and then the row replace its fields. Mistakes are found before training.
 """

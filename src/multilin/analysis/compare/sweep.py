@@ -152,7 +152,7 @@ def _read_sweep(path: Path, name: str) -> Sweep:
 def _over(other: Sweep, sweep: Sweep) -> Sweep:
     """The sweep with its base and rows merged over the base and rows of another sweep."""
     if other.like is not None:
-        raise InputError(f"like: {sweep.like} given, but this sweep has a field `like` too; name another")
+        raise InputError(f"like: {sweep.like} given, but that sweep has a `like` itself; name a sweep without one")
     for name in sweep.rows:
         if name not in other.rows:
             raise InputError(f"like: {sweep.like} has no row {shown(name)}{nearest(name, other.rows)}")

@@ -1,7 +1,7 @@
 """Backward kernels of the running softmax mean: the forward kernels in reverse, from the last chunk to the first.
 
 Without a window, the means of a chunk are computed again from the kept mean of all tokens before the chunk. If time is
-cut into parts, `summarize_rows` first sums up the rows of each part by one row, from dy alone. The gradients of logits
+cut into parts, `summarize_rows` first adds up the rows of each part into one row; of the gradients it needs only dy. The gradients of logits
 also have a term from later parts, one number per head, which `subtract_lost` subtracts at the end.
 
 With a window, the forward kernel gives the products dy_t . y_t. A token is read by three kinds of chunks: the rest of

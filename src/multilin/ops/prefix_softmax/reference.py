@@ -130,7 +130,7 @@ def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | N
 
 
 def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax weights (B, H, T, S), 0 if nothing is visible, and the logsumexp of the scores (B, T, H), -inf then."""
+    """Softmax weights (B, H, T, S) and logsumexp of the scores (B, T, H); 0 and -inf where nothing is visible."""
     empty_BHT1 = (scores_BHTS == -torch.inf).all(dim=-1, keepdim=True)
     log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)
     weights_BHTS = torch.exp(scores_BHTS - log_total_BHT1)

@@ -287,7 +287,7 @@ class _Sample:
 
 
 def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
-    """Yield the pieces and add each to the sample. Raises _TooManyWords if their different words take too much memory."""
+    """Yield the pieces and add each to the sample. Raises _TooManyWords if they hold too many different words."""
     words: set[str] = set()
     size = 0
     for piece in pieces:

@@ -222,7 +222,7 @@ class _Training:
         return plan.recipe.training.num_steps * plan.tokens_per_step * plan.flops_per_token
 
     def _seconds_after(self, plan: Plan, seconds: float) -> float:
-        """Estimate the seconds of all later runs. A row without a finished run is as fast as this run, per unit of work."""
+        """Estimate the seconds of all later runs. A row without a finished run counts as fast as this run."""
         here = self._work_of(plan)
         left = self._work | {plan.row.name: self._work[plan.row.name] - here}
         done = {plan.row.name: (here, seconds)} | self._done

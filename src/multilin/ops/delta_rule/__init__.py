@@ -26,7 +26,7 @@ DELTA_RULE = Op(
 
 
 class DeltaRuleState(NamedTuple):
-    """Each head's memory M (D, E): one row per element of a key, one column per element of a value; float32 or better."""
+    """Each head's memory M, a row per element of a key and a column per element of a value; float32 or better."""
 
     memory_BHDE: Tensor
 

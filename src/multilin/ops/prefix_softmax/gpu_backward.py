@@ -1,8 +1,8 @@
 """Backward kernels of the running softmax mean: the forward kernels in reverse, from the last chunk to the first.
 
 Without a window, the means of a chunk are computed again from the kept mean of all tokens before the chunk. If time is
-cut into parts, `summarize_rows` first adds up the rows of each part into one row; of the gradients it needs only dy. The gradients of logits
-also have a term from later parts, one number per head, which `subtract_lost` subtracts at the end.
+cut into parts, `summarize_rows` first adds up the rows of each part into one row; of the gradients it needs only dy.
+The gradients of logits also have a term from later parts, one number per head, which `subtract_lost` subtracts last.
 
 With a window, the forward kernel gives the products dy_t . y_t. A token is read by three kinds of chunks: the rest of
 its own; later chunks whose rows all read the token's whole chunk, by one row each; and one or two chunks after these,

@@ -30,7 +30,7 @@ Call = Callable[..., str]
         (["train", "--model.hidden_size", "big"], "--model.hidden_size: 'big' given, but it should be an integer"),
         (["train", "--model.hidden_size"], "--model.hidden_size: a value is missing; give an integer"),
         (["generate", "x", "--prompt", "-5"], "run: there is no folder 'x'"),
-        (["generate", "x", "--prompt", "-a"], "--prompt: a value is missing; give a text, as --prompt=... if it"),
+        (["generate", "x", "--prompt", "-a"], "--prompt: a value is missing; give a text; write --prompt=... if"),
         (["train", "--training.compile", "maybe"], "--training.compile: 'maybe' given, but it should be true or false"),
         (["train", "--schedule.name", "line"], "--schedule.name: 'line' given, but it should be linear or cosine"),
         (["train", "--optimizer.betas", "0.9"], "--optimizer.betas: '0.9' given, but it should be a list such as [0.9"),

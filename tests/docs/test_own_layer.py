@@ -112,7 +112,7 @@ def test_mistakes_in_a_file_are_named(
 
 def test_a_name_stands_for_one_architecture(example: Architecture) -> None:
     register(example)
-    with pytest.raises(InputError, match="two architectures have the name 'gated_mean'"):
+    with pytest.raises(InputError, match="'gated_mean' is the name of two architectures"):
         register(Architecture(**{**vars(get_architecture("elita")), "name": NAME}))
 
 

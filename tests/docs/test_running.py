@@ -235,6 +235,8 @@ def test_the_commands_run(page: Path, base: Base, tmp_path: Path) -> None:
         copy = shutil.copytree if (base.folder / source).is_dir() else shutil.copyfile
         if not (tmp_path / name).exists():
             copy(base.folder / source, tmp_path / name)
+        if (base.folder / f"{source}.checkpoints").is_dir():
+            shutil.copytree(base.folder / f"{source}.checkpoints", tmp_path / f"{name}.checkpoints", dirs_exist_ok=True)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(base.folder / "bin")
     (tmp_path / "page.sh").write_text(script(page, free_port()))

@@ -24,10 +24,10 @@ def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class TextReader:
-    """Encodes text as tokens. Only `names` become control tokens, never a text that spells one.
+    """Encodes text as tokens. Only the names in `names` become control tokens, never a text that spells one.
 
     Attributes:
-        names: from the text of each control token to a name that cannot be guessed, which is read as this token.
+        names: maps the text of each control token to a name that cannot be guessed, which is read as this token.
         tokenizer: encodes whole texts.
 
     Args:
@@ -62,7 +62,7 @@ class TextReader:
 def _special_tokens_in_text(tokenizer: Tokenizer) -> list[str]:
     """The special tokens, if the tokenizer's model may produce them from a text that spells them.
 
-    Unigram models may, for example; BPE begins with single characters, and no merge joins them to a special token.
+    Unigram models may do so. BPE cannot: it begins with single characters, and no merge joins them to a special token.
     """
     model = tokenizer.model
     if isinstance(model, models.BPE) and not model.ignore_merges:

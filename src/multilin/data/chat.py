@@ -83,9 +83,9 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
 class ChatTemplate:
     """Turns messages into tokens by a chat template. Control tokens come from the template, never from a message.
 
-    Control tokens are the special tokens, and all others that the template writes around messages. While the template
-    is rendered, characters of messages are marked, by a `MARK` before them or by another half surrogate in their place.
-    So a control token that a message spells is read as text.
+    Control tokens are the special tokens, and all other added tokens that the template writes around messages. While
+    the template is rendered, characters of messages are marked: a `MARK` precedes each, or another half surrogate
+    replaces it. So a control token that a message spells is read as text.
 
     Attributes:
         special: the texts of special tokens.
@@ -93,7 +93,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: see `plain_tokenizer`.
-        render: renders messages as text; with a true second argument, the text ends with the head of an answer.
+        render: renders messages as text; if its second argument is true, the text ends where an answer would begin.
     """
 
     def __init__(self, tokenizer: Tokenizer, render: Callable[[Sequence[Message], bool], str]) -> None:
@@ -112,7 +112,7 @@ class ChatTemplate:
         self._originals = str.maketrans({MARK: "", **{mark: letter for letter, mark in self._substitutes.items()}})
 
     def _examples(self) -> tuple[str, str]:
-        """What the template writes for examples, and the part of it around others' messages or after an answer."""
+        """What the template writes for examples, and its parts around others' messages or after answers."""
         system, user, answer = (
             {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "\ue000"), strict=True)
         )
@@ -127,8 +127,8 @@ class ChatTemplate:
         """The text of messages for `encode`, in which characters of their contents are marked.
 
         Args:
-            messages: their contents hold no half surrogate pairs.
-            prompt: whether the text ends with the head of an answer.
+            messages: messages whose contents hold no half of a surrogate pair.
+            prompt: whether the text ends with a prompt for an answer.
 
         Raises:
             InputError: the template looks for a control token that a message spells, or `render` fails.
@@ -217,9 +217,9 @@ class ConversationEncoder:
             )
 
     def encode(self, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and for each whether it belongs to an answer of the assistant.
+        """The tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
 
-        An answer is the text that the template adds after the prompt for an answer, encoded as text that follows it. So
+        An answer is the text that the template adds after the prompt, encoded as a text that follows the prompt. So
         a model learns to continue exactly the tokens that it is given in use.
 
         Raises:

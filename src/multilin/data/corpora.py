@@ -86,7 +86,7 @@ def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[st
 
 
 def source_fingerprint(source: str) -> str:
-    """A hash of a source's content and of the names of its documents, independent of their place on disk.
+    """A hash of a source's content and of the names of its documents, independent of where the source lies.
 
     Raises:
         InputError: the source does not exist.
@@ -125,7 +125,7 @@ def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors
 def _rows(
     rows: "IterableDataset", source: str, kind: str, text_field: str, encoding_errors: EncodingErrors
 ) -> Iterator[Document]:
-    """The documents of a hub dataset's split, or of one of its shards; `kind` names it in messages."""
+    """The documents of a hub dataset's split, or of one shard; `kind` names the split or shard in messages."""
     with hub_errors(source):
         for number, row in enumerate(rows, start=1):
             yield row_document(
@@ -261,12 +261,12 @@ def _kind(file: Path) -> str:
 
 
 def _matching(root: Path, parts: Iterable[str]) -> Iterator[Path]:
-    """The visible files and folders below a folder that match the parts of a glob, also behind links."""
+    """The visible files and folders below a folder that match the parts of a glob; links are followed."""
     return reduce(_entries, parts, iter([root]))
 
 
 def _entries(paths: Iterable[Path], part: str) -> Iterator[Path]:
-    """The visible entries of folders that match one part of a glob; for `**` the folders and all folders below.
+    """The visible entries of folders that match one part of a glob; for `**`, these folders and all below them.
 
     A folder with several names is entered once, by a name that is not a link if possible, so that loops end.
     """
@@ -300,7 +300,7 @@ def is_hub(source: str) -> bool:
 
 
 def _hub_parts(source: str) -> tuple[str, str | None, str]:
-    """Name (or local folder), configuration and split."""
+    """The name (or local folder), configuration and split of a hub dataset."""
     name, _, split = source.removeprefix(_HUB_PREFIX).partition(":")
     config = None
     if not Path(name).is_dir() and name.count("/") == 2:
@@ -312,8 +312,8 @@ def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
     """A hub dataset as a stream of rows, at a commit of its repository or at the newest.
 
     Raises:
-        InputError: there is no such dataset, as far as is known before a row is read, or a local dataset has links to
-            folders.
+        InputError: a local dataset has links to folders, or there is no such dataset (which may show only when a row
+            is read).
     """
     from datasets import load_dataset
 
@@ -326,7 +326,7 @@ def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
 
 
 def hub_errors(source: str) -> AbstractContextManager[None]:
-    """A block in which every error of the hub's client becomes an InputError."""
+    """Context in which every error of the hub's client becomes an InputError."""
     return as_input_error(
         lambda reason: f"{shown(source)} is neither a file or folder here nor a dataset the hub provides ({reason})"
     )

@@ -55,7 +55,7 @@ class Encoder:
         yield text  # it is not known where the text may be cut
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of all texts in a row, and the number of ids of each."""
+        """The ids of all texts, concatenated, and the number of ids of each text."""
         encoded = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         counts = np.array([len(ids) for ids in encoded], dtype=np.int64)
         return np.fromiter(itertools.chain.from_iterable(encoded), np.int64, counts.sum()), counts
@@ -94,7 +94,7 @@ class WordEncoder(Encoder):
         yield from cut_at_whitespace(text, PIECE_CHARACTERS)
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of all texts in a row, and the number of ids of each."""
+        """The ids of all texts, concatenated, and the number of ids of each text."""
         words_of_texts = [_WORD.findall(text) for text in texts]
         words = list(itertools.chain.from_iterable(words_of_texts))
         self._learn(words)
@@ -123,7 +123,7 @@ def token_bytes(name: str, text: str) -> bytes:
     """The UTF-8 bytes of a token, which may be a part of a character.
 
     Args:
-        name: its entry in the vocabulary.
+        name: the token's entry in the vocabulary.
         text: the token alone, decoded; U+FFFD represents a part of a character.
     """
     if is_byte_name(name) and text != name:

@@ -52,7 +52,7 @@ def file_format(path: Path) -> str | None:
 
 
 def check_file(path: Path) -> None:
-    """Raise, before opening it, if a file is not a regular file, or is one text of too many bytes.
+    """Raise, before opening it, if a file is not a regular file, or is a text file of too many bytes.
 
     Raises:
         InputError: see `read_file`.
@@ -274,13 +274,13 @@ def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) ->
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
-    """Raise if several columns or fields have one name, since only the last would be read."""
+    """Raise if several columns or fields have the same name, since only the last would be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1 and name]:
         raise InputError(f"{where}: the column or field {shown(repeated[0])} occurs twice; rename one")
 
 
 def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
-    """The rows, with bytes in place of texts."""
+    """The rows of a Parquet file, with texts as bytes."""
     import pyarrow
     import pyarrow.parquet
 
@@ -303,7 +303,7 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
 
 
 def _with_bytes(kind: "DataType", where: str) -> "DataType":
-    """A type of Arrow with bytes in place of texts, which may not be UTF-8."""
+    """An Arrow type with bytes in place of texts, since a file's texts may not be UTF-8."""
     import pyarrow
     from pyarrow import types
 
@@ -321,7 +321,7 @@ def _with_bytes(kind: "DataType", where: str) -> "DataType":
 
 @contextmanager
 def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The stream itself, or a temporary file with its content: Parquet is read from its end."""
+    """The stream itself, or a temporary file with its content, since Parquet files are read from the end."""
     if stream.seekable():
         yield stream
     else:

@@ -1,4 +1,4 @@
-"""A packed text: all tokens in one memory-mapped row, how it is written, and the fixed-size blocks models read from it.
+"""A packed text: all tokens in one memory-mapped row, how it is written, and the fixed-size blocks that models read.
 
 Every document becomes its start token followed by its tokens. So the first token of a text is predicted from the start
 token, and at the end of a text the next start token is predicted.
@@ -126,7 +126,7 @@ class PackedText:
     def every_other(self, first: int) -> "PackedText":
         """Every second document, from the first (0) or the second (1) on, as a text in memory.
 
-        If the text holds ends of documents, which may differ much, it is the second (0) or first (1) half of each.
+        If the text holds ends of documents, which may differ much, each end's second (0) or first (1) half is taken.
         """
         starts, sizes = self.document_starts, np.diff(self.document_starts, append=self.num_tokens)
         in_part = np.repeat(np.arange(self.num_documents) % 2 == first, sizes)
@@ -173,8 +173,7 @@ class PackedText:
         return counts
 
     def count_cuts(self, block_size: int) -> tuple[int, int, int]:
-        """Numbers of conversations, of conversations longer than a block, and of conversations that lose all
-        answers."""
+        """Counts of conversations: of all, of those longer than a block, and of those that lose all answers."""
         assert self.is_answer is not None
         sizes = np.diff(self.document_starts, append=self.num_tokens)
         bounds = zip(self.document_starts, self.document_starts + np.minimum(sizes, block_size), strict=True)
@@ -182,7 +181,7 @@ class PackedText:
         return len(sizes), int((sizes > block_size).sum()), num_lost
 
     def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
-        """(stop - start,) the number of the document each token of tokens[start:stop] belongs to."""
+        """(stop - start,) for each token of tokens[start:stop], the number of its document."""
         first, last = np.searchsorted(self.document_starts, [start, stop - 1], side="right") - 1
         ends = np.append(self.document_starts[first + 1 : last + 1], stop)
         return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
@@ -223,12 +222,12 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     Conversations are never cut in two: a block holds as many whole conversations as fit and is then padded, and a
     conversation longer than a block is cut at its end. The labels of all tokens outside answers are -100.
 
-    An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids numbers the document
-    each token belongs to. The tokens after the last whole block are left out, unless `partial`: then the last block is
+    An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids holds the number of each
+    token's document. The tokens after the last whole block are left out, unless `partial`: then the last block is
     padded with the padding token, labels -100 and the last document's number.
 
     Raises:
-        InputError: the block size is below 2, or the text is shorter than one block (two tokens if `partial`).
+        InputError: the block size is below 2, or the text is shorter than one block (if `partial`, than two tokens).
     """
 
     def __init__(self, packed: PackedText, block_size: int, *, partial: bool = False) -> None:
@@ -277,7 +276,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
-    """Start and end of each block, with as many whole documents as fit; longer documents are cut at their end.
+    """Start and end of each block of as many whole documents as fit; a document longer than a block is cut at its end.
 
     `starts`, (documents,), are the places of the documents' first tokens.
     """
@@ -318,7 +317,7 @@ def pack(
     """Tokenise documents and write them as one packed text.
 
     Args:
-        documents: read once; memory holds the index, a few megabytes of text, and a whole document.
+        documents: read once; memory holds the index, a few megabytes of text, and one whole document.
         tokenizer: with an end-of-text token, which starts every document.
         folder: a folder that does not exist yet; it appears when it is complete.
         progress: called now and then with the UTF-8 bytes packed so far.
@@ -379,7 +378,7 @@ def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
 
 
 def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[tuple[int, str]]]:
-    """Lists of pieces, each with its number in its document."""
+    """Batches of pieces of documents. Each piece comes with its index in its document, from 0."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for document in documents:
@@ -417,7 +416,7 @@ class _Writer:
         return np.array(is_answer, dtype=bool)
 
     def add_texts(self, batch: list[tuple[int, str]], encoder: Encoder) -> None:
-        """Write pieces of texts, each with its number in its document."""
+        """Write pieces of documents. Each comes with its index in its document; index 0 begins a new document."""
         ids, counts = encoder.encode([text for _, text in batch])
         places = (np.cumsum(counts) - counts)[[number == 0 for number, _ in batch]]
         sizes = [len(text.encode()) for _, text in batch]

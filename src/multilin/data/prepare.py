@@ -32,7 +32,7 @@ _REPORT_BYTES = 2**22
 
 
 class Spool:
-    """Documents in a file of JSON lines, so that they can be read several times, and their census."""
+    """Documents in a file of JSON lines, so that they can be read several times, and the `Census` of them."""
 
     def __init__(self, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> None:
         self._path, self.census, reported = path, Census(), 0
@@ -81,7 +81,7 @@ def prepare_text(
 
 
 def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
-    """The text with the requested part of its validation text."""
+    """The prepared text, with only the requested part of its validation text."""
     if data.validation_part == "all":
         return text
     if text.validation.num_documents < 2 and not text.validation.description.num_cut:

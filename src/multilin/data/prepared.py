@@ -71,7 +71,7 @@ class Manifest:
     train: Annotated[list[Folder], MinLen(1), MaxLen(10**7)]
 
     def to_json(self) -> bytes:
-        """The content of the file: the fields, and then the SHA-256 of these fields."""
+        """The content of manifest.json: the fields, and then the SHA-256 of these fields."""
         values = dataclasses.asdict(self)
         return json.dumps(values | {"sha256": _sum(values)}, indent=1).encode()
 
@@ -245,7 +245,7 @@ def read_manifest(store: Store) -> tuple[Manifest, bytes]:
     """The manifest of prepared text, and the content of its file.
 
     Raises:
-        InputError: there is none, or it is damaged or cannot be read.
+        InputError: there is no manifest, or it is damaged or cannot be read.
     """
     subject = f"{store.field}: {shown(store.address)}"
     with as_input_error(lambda reason: f"{subject} cannot be read ({reason})"):
@@ -273,7 +273,7 @@ def _check_once(folder: Path, manifest: Manifest, content: bytes, check: Callabl
 
 
 def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
-    """Compare all files of a folder on this machine with their checksums; other files are compared when copied.
+    """Compare all files of a folder on this machine with their checksums; files elsewhere are compared when copied.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -287,7 +287,7 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
 
 
 def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
-    """Open prepared texts, given as address to weight, as a mixture; it holds the validation texts of all of them.
+    """Open a mixture of prepared texts, with the validation texts of all. `weights` maps each address to a weight.
 
     Raises:
         InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations; or the cache

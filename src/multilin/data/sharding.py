@@ -86,7 +86,7 @@ class PartRecord:
         return [cls.read(store, number) if f"{number:05}.json" in names else cls() for number in range(count)]
 
     def write(self, store: Store, number: int) -> None:
-        """Write the record, when all shards that it names are complete."""
+        """Write the record; all shards that it names must be complete."""
         store.write(f"{UNFINISHED}/{number:05}.json", json.dumps(asdict(self)).encode())
 
 
@@ -149,7 +149,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
 
 @contextlib.contextmanager
 def _clean(store: Store, num_parts: int) -> Iterator[None]:
-    """Remove unfinished files of killed processes; after bad input, also all files if no shard is complete."""
+    """Remove unfinished files of killed processes. After bad input, also remove all files if no shard is complete."""
     for folder in ("", "train", UNFINISHED, f"{UNFINISHED}/validation"):
         if store.local is not None:
             remove_partials(store.local / folder)
@@ -197,7 +197,7 @@ def _read_json(store: Store, name: str) -> Any:
 
 
 def _begin(plan: ShardSettings, parts: list[Part], progress: Progress) -> Job:
-    """Choose what to validate on, from the whole text or, if it is long, from as much of its beginning as suffices.
+    """Choose the text to validate on. Of a long text, only as much of the beginning is read as the choice needs.
 
     Raises:
         InputError: there is no text, or nothing of it can be set aside.
@@ -305,7 +305,7 @@ class Packer:
         return record
 
     def _shard(self, documents: Iterator[Document], held_out: list[Document], record: PartRecord) -> Iterator[Document]:
-        """The training parts of one shard's documents; the validation parts go to `held_out`."""
+        """Yield the training parts of one shard's documents; the validation parts are added to `held_out`."""
         size = 0
         for document in documents:
             record.num_documents += 1
@@ -358,7 +358,7 @@ def _pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> lis
 def _in_processes(
     job: Job, numbers: list[int], workers: int, report: Callable[[int], None]
 ) -> Iterator[tuple[int, PartRecord]]:
-    """The records of parts, as processes pack them; these processes end with this one, however it ends."""
+    """Pack parts in several processes and yield their records. The processes end with this one, however it ends."""
     # A process forked from one with threads may hang; a new one takes seconds to import everything.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")

@@ -61,9 +61,9 @@ class Split:
 
     Attributes:
         fraction: share of the bytes to validate on.
-        whole: hashes of the texts set aside whole; None for all whose hash is below the fraction of 2^64.
-        ends: hashes of the texts of which the end is set aside.
-        longest: bytes; the end of each longer text is set aside too.
+        whole: hashes of the texts set aside whole; None sets aside all texts whose hash is below fraction * 2^64.
+        ends: hashes of the texts whose end is set aside.
+        longest: a size in bytes; the end of each longer text is set aside too.
         summary: which documents are set aside, in words.
     """
 
@@ -80,8 +80,8 @@ class Split:
         First, the largest documents are removed until `fraction` of the remaining bytes has room for `ENOUGH` documents
         of average size and for the largest remaining one. The end of each removed document is set aside, unless it is a
         conversation or very short. Then each of the other documents, in the order of their hashes, is set aside whole
-        if it still fits into `fraction` of their bytes. If at most a tenth of this is filled, the shortest one left is
-        set aside too, unless it is long and ends are set aside. All copies of a text are on the same side.
+        if it still fits into `fraction` of their bytes. If at most a tenth of this is filled, the shortest document
+        left is set aside too, unless it is long and ends are set aside. All copies of a text are on the same side.
 
         Raises:
             InputError: all documents are the same conversation or character.
@@ -104,8 +104,8 @@ class Split:
     def of_beginning(cls, census: Census, fraction: float) -> "Split | None":
         """The split of a text whose first documents were counted; None if these do not suffice.
 
-        They suffice if `ENOUGH` of average size fit into `fraction` of their bytes, and some are set aside. The hash of
-        a document's text then decides whether it is set aside; the end of each long document is set aside.
+        They suffice if `fraction` of their bytes has room for `ENOUGH` of average size, and some are set aside. The
+        hash of a document's text then decides whether it is set aside; the end of each long document is set aside.
         """
         hashes = np.asarray(census.hashes)
         num_whole = np.count_nonzero(hashes < fraction * 2**64)
@@ -133,7 +133,7 @@ class Split:
 
 
 def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) whether a text is among the largest, which are removed until the rest is enough (or all are)."""
+    """(texts,) whether a text is among the largest, which are removed as `Split.of_all` says."""
     order = np.argsort(sizes, kind="stable")  # the k-th entries below are of the k smallest texts
     total, squares = np.cumsum(sizes[order]), np.cumsum(sizes[order] ** 2)
     are_enough = (sizes[order] <= fraction * total) & (ENOUGH * squares <= fraction * total**2)
@@ -143,7 +143,7 @@ def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
 
 
 def _chosen(sizes: NDArray[Any], is_cut: NDArray[np.bool_], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) whether a text, one that is not cut, is set aside whole; at least one is left to train on."""
+    """(texts,) whether a text that is not cut is set aside whole; at least one text is left to train on."""
     is_chosen = np.zeros(len(sizes), dtype=bool)
     wanted = room = fraction * sizes[~is_cut].sum()
     for text in np.flatnonzero(~is_cut):

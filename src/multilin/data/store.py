@@ -29,7 +29,7 @@ def cache_root() -> Path:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a folder, which `make` fills, if it does not exist; other processes that need it wait for it.
+    """If a folder does not exist, make it and let `make` fill it; other processes that need the folder wait.
 
     Raises:
         InputError: the folder cannot be written, or `make` fails; the folder does not exist then.
@@ -100,7 +100,7 @@ class Store:
 
     @contextlib.contextmanager
     def new_folder(self, name: str) -> Iterator[Path]:
-        """An empty folder on this machine, whose files are at `name` when the block ends."""
+        """Context that yields an empty folder on this machine; at its end, the files in it are stored below `name`."""
         if self.local is not None:
             with atomic_folder(self.local / name) as folder:
                 yield folder

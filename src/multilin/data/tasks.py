@@ -88,7 +88,7 @@ class Task:
 
     name, options: as given to `find_task`.
     num_tokens: size of the vocabulary.
-    shortest: tokens that a sequence needs at least.
+    shortest: the smallest length of a sequence.
     """
 
     name: str
@@ -126,7 +126,7 @@ def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptio
         A 4 C 2 F 7 . . C 2 . . A 4 . . F 7 .
                           2       4       7
 
-    Keys are different, values drawn freely. Source: Zoology (arXiv 2312.04927).
+    Keys are different; values may repeat. Source: Zoology (arXiv 2312.04927).
     """
     keys = FIRST_SYMBOL + _distinct(rng, count, options.num_keys, options.num_pairs)
     values = FIRST_SYMBOL + options.num_keys + rng.integers(options.num_values, size=keys.shape)
@@ -140,7 +140,7 @@ def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptio
 
 
 def induction(rng: np.random.Generator, count: int, length: int, options: SymbolOptions) -> Sequences:
-    """The token that followed the first mark follows the second mark.
+    """The answer after the second mark is the token that followed the first mark.
 
         d b a * c e b a d *  c
                              c
@@ -267,7 +267,7 @@ def _blank(count: int, length: int) -> Ids:
 
 
 def _answered(input_ids: Ids, places: ArrayLike, answers: Ids) -> Sequences:
-    """The sequences with (count, number) answers, at places that are (count, number) or the same in every row."""
+    """The sequences with (count, number) answers; places are (count, number), or (number,) for every row."""
     places, labels = np.broadcast_to(places, answers.shape), np.full_like(input_ids, IGNORED_LABEL)
     for row in (input_ids, labels):
         np.put_along_axis(row, places, answers, axis=1)
@@ -308,7 +308,7 @@ def is_task(source: str) -> bool:
 
 
 class TaskBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The sequences of a task by number, the same in every run; {"input_ids", "labels"}, each (length,) int64."""
+    """The sequences of a task, the same in every run; items {"input_ids", "labels"}, each (length,) int64."""
 
     def __init__(self, task: Task, length: int, part: int, number: int) -> None:
         self.task, self.length, self.part, self.number = task, length, part, number
@@ -339,12 +339,12 @@ class TaskPart:
         return self.number if max_tokens is None else min(self.number, max(1, max_tokens // length))
 
     def num_answers(self, length: int, max_tokens: int | None) -> int:
-        """How many answer tokens these sequences have; every sequence of a task has the same number."""
+        """How many answer tokens the `num_scored` sequences have; each sequence of a task has the same number."""
         labels = self.task.generate(np.random.default_rng(0), 1, length).labels
         return self.num_scored(length, max_tokens) * int((labels != IGNORED_LABEL).sum())
 
     def token_counts(self) -> NDArray[np.int64]:
-        """(num_tokens,) ones: how often a token occurs depends on the length."""
+        """(num_tokens,) ones, since how often a token occurs depends on the length."""
         return np.ones(self.task.num_tokens, dtype=np.int64)
 
     def describe(self) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from multilin.files import atomic_folder, check_folder
 class TokenizerInfo:
     """A tokenizer, and how it cuts a text.
 
-    special_tokens: role to token.
+    special_tokens: maps each role to its token.
     tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
-    pieces: the part of the given text in each token; joined they are the text. A character of several tokens belongs to
-        the last one. None without a text.
+    pieces: for each token its part of the given text; the parts joined are the text. A character of several tokens
+        belongs to the last of these tokens. None without a text.
     """
 
     vocabulary: int

@@ -77,9 +77,9 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
 def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
 
-    It has an end-of-text token, and pads with it if it has no padding token. Of several chat templates it has the
-    default one. Settings of truncation, padding and the longest text are left out, since they would cut or change texts
-    silently. No code that comes with it is run.
+    The tokenizer has an end-of-text token, and pads with it if there is no padding token. Of several chat templates it
+    has the default one. Settings of truncation, padding and the longest text are left out, since they would cut or
+    change texts silently. No code that comes with it is run.
 
     Raises:
         InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
@@ -130,7 +130,7 @@ def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of all parts of the tokenizer that decide about ids; padding and truncation do not count."""
+    """SHA-256 of all parts of the tokenizer that determine ids; padding and truncation do not count."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content |= {"padding": None, "truncation": None, "eos": tokenizer.eos_token}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -38,13 +38,13 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
     Args:
         model: changed in place.
         config: PEFT's settings.
-        field: the field that chose them; messages begin with it.
+        field: the field that chose the settings; messages begin with it.
 
     Returns:
-        PEFT's tuner, which can merge them.
+        PEFT's tuner, which can merge the adapters.
 
     Raises:
-        InputError: a module that does not exist or has no matrix, or an output that is tied to the embedding.
+        InputError: the settings name a module that is missing or has no matrix, or an output tied to the embedding.
     """
     if getattr(model.config, "unit_variance", False):
         raise InputError(
@@ -130,7 +130,7 @@ def _grow_vocabulary(model: PreTrainedModel, weights: dict[str, Any]) -> None:
 
 
 def reach(model: PreTrainedModel) -> str:
-    """A sentence: the matrices of a model that have adapters, and how many numbers are trained."""
+    """A sentence that says which matrices of a model have adapters, and how many numbers are trained."""
     from peft.tuners.lora import LoraLayer
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

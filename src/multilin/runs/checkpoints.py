@@ -48,7 +48,7 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
-    """A new folder to write a checkpoint into; leaving the block without an error publishes it.
+    """Context that yields a new folder to write a checkpoint into, and publishes it unless an error occurs.
 
     Then all but the newest `keep` checkpoints are removed. Checkpoints of later steps are removed too: they are
     damaged, and the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
@@ -107,7 +107,7 @@ def read_optimizer(folder: Path) -> dict[str, Any]:
 
 
 def read_groups(folder: Path) -> list[dict[str, Any]]:
-    """The settings of each group of an optimizer's parameters, and their names."""
+    """For each group of an optimizer's parameters: its settings, and the names of its parameters."""
     with loading(folder / "optimizer.json"):
         return [
             # JSON has no tuples, only lists.
@@ -140,7 +140,7 @@ def read_json(path: Path) -> Any:
 
 
 def loading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """A block that uses the content of this file; any error inside becomes one sentence."""
+    """Context for code that uses the content of this file; any error inside becomes an InputError."""
     return as_input_error(
         lambda reason: (
             f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
@@ -153,7 +153,7 @@ def read_progress(checkpoint: Path, own: dict[str, Any] | None = None) -> dict[s
     """The content of `progress.json` of a checkpoint, which must have the names and types of `own`.
 
     Raises:
-        InputError: it is damaged, or belongs to another step.
+        InputError: the file is damaged, or belongs to another step.
     """
     own = own or {"step": 0}
     with loading(checkpoint / PROGRESS):
@@ -174,12 +174,12 @@ def _check_complete(values: dict[str, Any], own: dict[str, Any], section: str = 
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:
-    """Refuse plain data with other lengths or types than our own; where ours is an empty list, any list is accepted.
+    """Refuse plain data with other lengths or types than `own`; where `own` has an empty list, any list is accepted.
 
     Names that only one side has are not checked, as other versions of PyTorch write some more or fewer.
 
     Raises:
-        ValueError: what differs.
+        ValueError: says what differs.
     """
     if isinstance(own, dict) and isinstance(value, dict):
         for key in own.keys() & value.keys():

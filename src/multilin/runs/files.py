@@ -70,7 +70,7 @@ def below_adapters(folder: Path) -> Path:
 
 
 def recipe_sections(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of the recipe in a folder, as they are written there; none without a recipe.
+    """The sections of the recipe in a folder, as they are written there; empty without a recipe.
 
     Raises:
         InputError: the recipe is not YAML.
@@ -124,7 +124,7 @@ def check_run_files(folder: str | Path) -> None:
     """Refuse a folder without a model.
 
     Raises:
-        InputError: no folder, or one without a config or .safetensors files.
+        InputError: there is no folder, or it has no config or no .safetensors files.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -152,7 +152,7 @@ def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
     Args:
         folder: the folder of the model.
         expected: the result of `weights_hash` when the run began.
-        field: messages begin with it.
+        field: the setting that named the model; messages begin with it.
 
     Raises:
         InputError: the weights have changed.

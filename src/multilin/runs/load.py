@@ -41,12 +41,12 @@ class Run:
 
     @property
     def longest_text(self) -> int | None:
-        """Most tokens that the model can read, None for any number."""
+        """The largest number of tokens that the model can read; None if there is no limit."""
         return longest_text(self.model.config)
 
 
 def longest_text(config: PretrainedConfig) -> int | None:
-    """Most tokens that a model of this config can read, None for any number."""
+    """The largest number of tokens that a model of this config can read; None if there is no limit."""
     limit = getattr(config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
@@ -161,7 +161,7 @@ def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedToke
     The config gets the hash of this tokenizer. Texts begin with the same token as in training.
 
     Raises:
-        InputError: there is none, it is another tokenizer, or the model has no embeddings for added tokens.
+        InputError: there is no tokenizer, it is not the model's, or the model has no embeddings for added tokens.
     """
     tokenizer = load_tokenizer(str(folder))
     subject, trained_hash, end = f"run: the tokenizer in {folder}", getattr(config, "tokenizer_hash", None), None

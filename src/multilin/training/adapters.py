@@ -15,9 +15,9 @@ from multilin.training.recipe import Recipe
 
 
 def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Insert the recipe's adapters into its model; training then changes only the adapters.
+    """Insert the adapters that a recipe asks for into a model; training then changes only the adapters.
 
-    The updates start at zero; the matrices A are drawn from torch's global generator.
+    The matrices B start at zero, so the updates are zero too. The matrices A are drawn from torch's global generator.
 
     Raises:
         InputError: PEFT is missing, no module matches the targets, or adapters cannot be merged with rounded weights.
@@ -53,6 +53,6 @@ def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, An
 
 
 def in_model(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of an adapter file, renamed to their names in the model."""
+    """The weights of an adapter file, under the names that they have in the model."""
     own = {file_name(name): name for name in model.state_dict() if is_adapter_weight(name)}
     return {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}

@@ -38,7 +38,7 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Args:
         recipe: the recipe, with the sources and the tokenizer.
         progress: called now and then.
-        run: folder of a run of the recipe, or of a checkpoint; its tokenizer replaces the one of `model.start`.
+        run: folder of a run of the recipe, or of a checkpoint; its tokenizer replaces the tokenizer of `model.start`.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
@@ -92,9 +92,9 @@ def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path 
     """Raise, before any other work, if a model cannot be built or does not fit this machine; allocates no weights.
 
     Args:
-        recipe: with every default filled in.
-        vocab_size: size of the text's tokenizer; None takes the recipe's.
-        checkpoint: the one that a resumed run continues; such a run reads `model.start` only if it trains adapters.
+        recipe: the recipe, with every default filled in.
+        vocab_size: size of the text's tokenizer; None takes the size in the recipe.
+        checkpoint: where a resumed run continues from; a resumed run reads `model.start` only if it trains adapters.
 
     Raises:
         InputError: sizes or options that do not fit, or a model whose training needs more memory than is left.
@@ -141,9 +141,9 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     """Build the model for a text: initialised from torch's global generator, or loaded from `model.start`.
 
     Args:
-        recipe: with every default filled in.
+        recipe: the recipe, with every default filled in.
         text: the text to train on.
-        checkpoint: the one that a resumed run continues; its weights are loaded later.
+        checkpoint: where a resumed run continues from; the weights in the checkpoint are loaded later.
 
     Raises:
         InputError: the model to start from was trained with another tokenizer.
@@ -180,7 +180,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
 
 
 def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
-    """A model with random weights, in the sizes of the recipe or of the model that it starts from."""
+    """A model with random weights. Its sizes are given by the recipe, or by the model that the run starts from."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None

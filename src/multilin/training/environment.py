@@ -12,7 +12,7 @@ _NUMBERS = (*_ONE, "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCH
 
 
 def num_processes() -> int:
-    """Number of processes that train together, started by torchrun, `accelerate launch` or Ray; 1 without them.
+    """Number of processes that train together, started by torchrun, `accelerate launch` or Ray; else 1.
 
     Raises:
         InputError: only some of a launcher's variables are set, or they have values that no launcher sets.

@@ -57,7 +57,7 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
     Args:
         model: the whole model, with the same weights in every process.
         device: to compute on.
-        methods: functions of the model; they become its methods, which gather its weights as its forward does.
+        methods: functions that take the model. They become its methods and gather its weights, as forward does.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in layers_of(model):
@@ -73,7 +73,7 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
 class ShardWriter:
     """Writes this process's parts of the model and of the optimizer in the background; every process has one.
 
-    Each copy reuses the host memory of the copy before, since allocating memory takes longer than copying.
+    Each copy reuses the host memory of the previous copy, since allocating memory takes longer than copying.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class ShardWriter:
         self._copies: dict[str, torch.Tensor] = {}
 
     def copy(self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Copy what a checkpoint holds; model and optimizer may change as soon as this returns.
+        """Copy all that a checkpoint will hold; model and optimizer may change as soon as this returns.
 
         Returns:
-            A function that writes the copy, in any thread. Every process calls it; it returns when all have written.
+            A function that writes the copy, in any thread. Every process calls it; it returns when all are done.
         """
         tensors, groups = _parts(model, optimizer)
         if dist.get_rank() == 0:
@@ -137,7 +137,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """All tensors of model and optimizer, by "slot/parameter", and the parameter groups, with parameters' names."""
+    """All tensors of model and optimizer, named "slot/parameter", and the parameter groups, which list names."""
     # The call leaves out non-persistent buffers, and reshards parameters that validation left gathered.
     kept = model.state_dict().keys()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -20,7 +20,7 @@ class HostMaster:
 
     For every matrix of the layers the device holds int8 values and one scale. All other parameters (embedding, output,
     norms, biases) are floats on both sides. A gradient is sent to the host as soon as it is complete, in int8 blocks of
-    128 with one scale each (vectors as floats), and summed there. So the device holds one gradient at a time.
+    128 with one scale each (vectors as floats), and the host sums it up. So the device holds one gradient at a time.
 
     Attributes:
         model: the float model in host memory.

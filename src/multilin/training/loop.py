@@ -88,7 +88,7 @@ def train(
         overwrite: replace the run in the output folder.
         progress: receives the progress of the run, in the main process; None shows nothing.
         before_step: called with the number of each step, from 1, and the model, in every process.
-        began: `time.monotonic()` when the recipe's `training.minutes` began; now by default.
+        began: the `time.monotonic()` from which the time limit `training.minutes` counts; now by default.
 
     Raises:
         InputError: the recipe, the text or the output folder cannot be used; nothing was written.
@@ -149,7 +149,7 @@ class _Run:
     model: computes the gradients. master: the module that the optimizer changes; with `master: host` it is not `model`.
     loss: the loss of the model, compiled and distributed among processes.
     step: number of the last step that was made.
-    is_finished: whether that was the last step of the run.
+    is_finished: whether this step was the last step of the run.
     """
 
     recipe: Recipe
@@ -192,7 +192,7 @@ class _Run:
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:
-        """A block that validates or saves: its time counts for the run, not for training."""
+        """Context for a validation or a save: its time counts for the run, not for training."""
         with self.meter.paused(), contextlib.nullcontext() if self.limit is None else self.limit.pause(name):
             yield
 
@@ -294,7 +294,7 @@ def _set_rates(run: _Run) -> float:
 
 
 def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
-    """Loss and gradient norm of a step, and whether to apply it: a step that is not finite would spoil the weights.
+    """Loss and gradient norm, and whether to apply the step: a step that is not finite would spoil the weights.
 
     Raises:
         TrainingFailed: the loss or the gradient is not finite, and the recipe does not skip such steps.
@@ -421,7 +421,7 @@ def _interrupted(run: _Run, stop: StopRequest) -> TrainingInterrupted:
 
 @contextlib.contextmanager
 def _opened(folder: RunFolder, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[Path | None]:
-    """Lock the folder for this run; the block gets, in every process, the checkpoint to continue from."""
+    """Context that locks the folder for this run; it yields, in every process, the checkpoint to continue from."""
     with contextlib.ExitStack() as stack:
         step = 0
         if rank() == 0:
@@ -435,7 +435,7 @@ def _opened(folder: RunFolder, recipe: Recipe, *, resume: bool, overwrite: bool)
 
 @contextlib.contextmanager
 def _main_process_first() -> Iterator[None]:
-    """A block that the other processes enter when the main process has left it."""
+    """Context that the main process enters first; the other processes enter it after the main process has left it."""
     if rank() != 0:
         wait_for_all()
     yield
@@ -445,7 +445,7 @@ def _main_process_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
-    """Turn each failure of a run into one sentence, which also says which checkpoint there is."""
+    """Turn each failure of a run into an error of one sentence, which also names the last checkpoint."""
 
     def where() -> str:
         last = folder.last_checkpoint()

@@ -34,7 +34,7 @@ class Scored(NamedTuple):
     """Losses of N tokens.
 
     places: (N,) place of each token in the packed text.
-    contexts: (N,) number of tokens of its document that were read before it, the start token included.
+    contexts: (N,) for each token, how many earlier tokens of its document were read, with the start token.
     losses: (N,) -ln p, float64.
     """
 
@@ -52,7 +52,7 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor
     Args:
         model: a causal language model.
         input_ids: (B, T) tokens.
-        document_ids: (B, T) the number of the document each token belongs to.
+        document_ids: (B, T) for each token, the number of its document.
     """
     own = getattr(model, "token_losses", None)
     if own is not None:
@@ -88,15 +88,15 @@ def read_blocks(
     max_tokens: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Scored]:
-    """The losses of a packed text, a batch at a time; each block is read from its own start.
+    """Yield the losses of a packed text, a batch at a time; each block is read without the blocks before it.
 
     The context of a token is the earlier tokens of its document in the block. For a model that cannot separate packed
-    documents, and for models of transformers, it is all earlier tokens.
+    documents, and for models of transformers, the context is all earlier tokens of the block.
 
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.
         packed: the text, packed with the model's tokenizer.
-        block_size: tokens a model reads at once. A block's first token is scored as the last of the block before.
+        block_size: tokens a model reads at once. A block's first token is scored as the last of the previous block.
         batch_size: blocks per call.
         max_tokens: score only evenly spaced blocks with at least this many tokens; None scores all blocks.
         progress: called after each batch with the number of blocks done.
@@ -173,7 +173,7 @@ def score_answers(
 
     Args:
         model: the model, on any device; its training mode is left as it was.
-        sequences: items {"input_ids", "labels"}, (T,) each; the label is the token in answers, else IGNORED_LABEL.
+        sequences: items {"input_ids", "labels"}, (T,) each; labels are IGNORED_LABEL except in answers.
         number: number of sequences to score.
         batch_size: sequences per call.
     """

@@ -35,7 +35,7 @@ class Meter:
         self._started = self._window_started = time.perf_counter()
 
     def end_step(self, loss: float | None) -> None:
-        """Count a step and its loss; None for a step that was read but not applied."""
+        """Count a step and its loss; a loss of None means that the step was read but not applied."""
         if loss is None:
             self.skipped_steps += 1
         else:
@@ -54,7 +54,7 @@ class Meter:
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
         """The line for this step; resets the sums.
 
-        The loss is the mean over steps and devices; if all steps were skipped, it repeats the last line's, or is None.
+        The loss is the mean over steps and devices. If all steps were skipped, it is the previous line's loss or None.
         """
         if self.loss_steps:
             self.last_loss = mean_over_processes(self.loss_sum / self.loss_steps)

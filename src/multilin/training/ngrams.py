@@ -29,7 +29,7 @@ class NgramModel:
     """
 
     def __init__(self, train: TrainText, order: int, most: int | None = None) -> None:
-        """Count the n-grams of `train` up to `order`, 1 to 5; memory about 40 bytes per n-gram and order.
+        """Count the n-grams of `train` up to `order`, 1 to 5; this takes about 40 bytes of memory per n-gram and order.
 
         Args:
             train: the text to count in.
@@ -65,7 +65,7 @@ class NgramModel:
             self._tables.append((keys, counts, contexts, np.add.reduceat(counts, first), distinct))
 
     def probabilities(self, ngrams: NDArray[np.int64]) -> NDArray[np.float64]:
-        """(N,) probability of each n-gram's last token after the ones before it; ngrams is (N, order), oldest first."""
+        """(N,) probability of each n-gram's last token, given its other tokens; ngrams is (N, order), oldest first."""
         result = np.full(len(ngrams), 1.0 / self.vocab_size)
         for length, (known, counts, contexts, totals, distincts) in enumerate(self._tables, start=1):
             keys = self._keys(ngrams, length)
@@ -113,8 +113,8 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
 def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArray[np.int64]:
     """(N, order) the n-grams of a training text, as `text_ngrams` gives them.
 
-    With `most`, about this many, evenly spaced in at most `MOST_SHARDS` shards, or in the first shard only if the text
-    is not on this machine. A mixture is counted in proportion to its weights.
+    With `most`, about this many n-grams, evenly spaced in at most `MOST_SHARDS` shards, or in the first shard only if
+    the text is not on this machine. A mixture is counted in proportion to its weights.
     """
     if most is None:
         return np.concatenate([text_ngrams(shard, order) for shard in train.shards])
@@ -155,12 +155,12 @@ def unlikeness(text: PreparedText) -> float | None:
 
 
 def is_much_unlike(unlikeness: float | None) -> bool:
-    """Whether a text is much harder or much easier to predict than another, by the result of `unlikeness`."""
+    """Whether a result of `unlikeness` means that one text is much harder or easier to predict than the other."""
     return unlikeness is not None and not 1 / MUCH_UNLIKE < unlikeness < MUCH_UNLIKE
 
 
 def _positions(packed: PackedText, most: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(N,) each: positions of at most `most` evenly spaced text tokens, and the starts of their documents."""
+    """The positions of at most `most` evenly spaced text tokens, and of the starts of their documents; (N,) each."""
     starts, wanted = packed.document_starts, min(packed.num_tokens, most or packed.num_tokens)
     ends = (np.arange(wanted) * (packed.num_tokens / max(wanted, 1))).astype(np.int64)
     first = starts[np.searchsorted(starts, ends, side="right") - 1]

@@ -13,7 +13,7 @@ def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | Non
     """Describe the first place in a forward and backward pass where a number is not finite.
 
     The model's gradients are left as they are. The result is None if all numbers are finite, or if the pass fails:
-    watching takes more memory.
+    watching takes more memory than training.
 
     Args:
         model: computes the loss; not compiled, and not divided among devices.
@@ -44,7 +44,7 @@ _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # 
 class _Watch:
     """Records the first module that computes a number that is not finite, in the forward or the backward pass.
 
-    What happens between two modules counts for their parent. A module computes the gradients of its inputs and of its
+    Computations between two modules count as their parent's. A module computes the gradients of its inputs and of its
     parameters; its parent computes the gradient of its output.
     """
 
@@ -77,7 +77,7 @@ class _Watch:
         return tuple(map(self._own, [name] * len(args), args)), {k: self._own(name, v) for k, v in kwargs.items()}
 
     def _own(self, name: str, value: Any) -> Any:
-        """The value, or a watched copy of an input with a gradient: its gradient comes from this module alone."""
+        """The value; for an input with a gradient, a watched copy, whose gradient comes from this module alone."""
         if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
             return value
         copied = value.clone()
@@ -104,7 +104,7 @@ class _Watch:
         getattr(tensor, _RECEIVERS).append(name)
 
     def _look_at_gradient(self, tensor: Tensor, names: list[str]) -> Any:
-        """If the tensor's gradient is not finite, record the last of these modules, which computes it."""
+        """If the tensor's gradient is not finite, record the last of these modules, which computes the gradient."""
 
         def look(gradient: Tensor) -> None:
             if not _is_finite(gradient):

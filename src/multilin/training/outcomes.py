@@ -21,7 +21,7 @@ class RunResult:
         validation_loss, validation_bits_per_byte: after the last step, in nats per token and bits per byte of text
             (NaN for a task).
         validation_accuracy: of a task, the share of right answers; None for a text.
-        model, tokenizer: as trained, the model in evaluation mode.
+        model, tokenizer: the trained model, in evaluation mode, and its tokenizer.
     """
 
     output: Path

@@ -20,7 +20,7 @@ def resolve_precision(precision: str) -> str:
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """The dtype of autocast for a resolved precision; None computes in float32 throughout.
 
-    With int8 products, all else is bf16 where the hardware computes in it.
+    With int8 products, all other operations use bf16 where the hardware multiplies bfloat16.
     """
     return torch.bfloat16 if precision == "bf16" or (precision == "int8" and has_bf16()) else None
 
@@ -53,7 +53,7 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
     """Set the arithmetic of the model's matrix products as the recipe says.
 
     Raises:
-        InputError: the recipe asks for int8 or simulated rounding, and the model offers neither.
+        InputError: the recipe asks for int8 or simulated rounding, and the model does not offer it.
     """
     uses_int8 = plan.precision == "int8"
     if not uses_int8 and plan.quantization == "none" and not getattr(model.config, "arithmetic", None):

@@ -17,7 +17,7 @@ class TrainingProgress:
         """Something a user should know, in one line."""
 
     def ahead(self, seconds: Callable[[float], float]) -> None:
-        """More runs follow the next run: `seconds(s)` is the time of all if the next run takes s seconds."""
+        """More runs follow the next run: `seconds(s)` is the time of all runs if the next takes s seconds."""
 
     def validation(self, summary: str) -> None:
         """A description of the validation text."""

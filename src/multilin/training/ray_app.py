@@ -33,7 +33,7 @@ def train_on_ray(
         workers: processes that train together.
         use_gpu: give each worker a GPU.
         resume: continue the run in the output folder.
-        max_failures: how often workers are restarted.
+        max_failures: how often workers are restarted, at most.
 
     Raises:
         InputError: the recipe cannot be used.

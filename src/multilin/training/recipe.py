@@ -73,7 +73,7 @@ def load_recipe(
         name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path
             never names a built-in recipe.
         overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
-        defaults: dotted fields to values that replace our defaults, if neither the recipe nor `overrides` gives them.
+        defaults: dotted fields to values that replace the defaults, if neither the recipe nor `overrides` gives them.
 
     Raises:
         InputError: there is no such recipe, it is not YAML, a field is unknown or has a value of a wrong type; the
@@ -106,7 +106,7 @@ def load_recipe(
 def _start_sections(recipe: Recipe, given: Values) -> Values:
     """The given fields of the sections `model` and `tokenizer`, with their values in the recipe.
 
-    There they are checked and converted; for example, a number may be given as the text '8'.
+    The values in the recipe are checked and converted; for example, the given text '8' has become a number.
     """
     return {
         name: {field: getattr(getattr(recipe, name), field) for field in given[name]}
@@ -119,7 +119,7 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
     """Raise if fields that are given besides a recipe contradict the model that it starts from.
 
     Args:
-        recipe: the recipe, which has the given fields.
+        recipe: the recipe, which already contains the given fields.
         given: nested fields and their values.
 
     Raises:
@@ -132,7 +132,7 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raise if a hash of weights or adapters are given without the model that they belong to."""
+    """Raise if a recipe gives a hash of weights, or adapters, but no model to start from."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
     if recipe.model.start is None and recipe.training.lora is not None:
@@ -143,7 +143,7 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
     """Raise for a source that a mixture replaces, and for fields that a loaded tokenizer or prepared text decides.
 
     Args:
-        recipe: the recipe, which has the given fields.
+        recipe: the recipe, which already contains the given fields.
         given: dotted fields that were given together with the source.
     """
     if recipe.data.mix is not None and "data.source" in given:
@@ -193,7 +193,7 @@ def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
 
 
 def _changed(values: Values, overrides: Mapping[str, Any]) -> Values:
-    """The values with these overrides of dotted fields, and without the fields that `without_replaced` drops."""
+    """A recipe's values after overrides of dotted fields, without the fields that `without_replaced` drops."""
     defaults = {"model": {"architecture": ModelRecipe.architecture}, "tokenizer": {"kind": DEFAULT_KIND}}
     kept = without_replaced(values, nest(overrides), defaults)
     for dotted, value in overrides.items():

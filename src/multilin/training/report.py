@@ -17,7 +17,7 @@ _TRAINING, _VALIDATION, _INK, _GRID = "#4c78a8", "#d1495b", "#333333", "#e6e6e6"
 
 @contextlib.contextmanager
 def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
-    """Axes over the tokens read, to draw on; written to a PNG when the block ends."""
+    """Context that yields axes to draw on, over the tokens read, and writes them to a PNG at its end."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -48,7 +48,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _course(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The number of tokens and the figure of this name in each line."""
+    """The numbers of tokens in all lines, and the values of the field `name`."""
     return [line["tokens"] for line in lines], [line[name] for line in lines]
 
 

@@ -40,7 +40,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
 
 
 def _resolve_tokenizer(recipe: Recipe) -> TokenizerRecipe:
-    """The filled section; kind and size are None if a tokenizer is loaded, or comes with prepared text or a task."""
+    """The complete section; kind and size are None if a tokenizer is loaded, or comes with prepared text or a task."""
     tokenizer = recipe.tokenizer
     if tokenizer.path is not None or recipe.data.is_prepared or is_task(recipe.data.name):
         return dataclasses.replace(tokenizer, kind=None, vocab_size=None)

@@ -123,7 +123,7 @@ class RunFolder:
                 )
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
-        """The recipe; if it gives no blocks per step, with the run's, so that any number of devices can resume."""
+        """The recipe. Missing blocks per step are filled in from the run, so that any number of devices can resume."""
         for folder in (self.last_checkpoint(), self.path):
             if folder is not None and (folder / RECIPE_FILE).exists():
                 with contextlib.suppress(InputError):  # a damaged recipe is refused or rewritten later
@@ -135,7 +135,7 @@ class RunFolder:
         """Make the folder ready; files of an earlier run are removed, unless this run resumes from its checkpoint.
 
         Raises:
-            InputError: the text is not the one the resumed run was trained on.
+            InputError: the text differs from the text that the resumed run was trained on.
             OSError: the folder cannot be written.
         """
         data = {"content": text.identity, "train": text.train.describe(), "validation": text.validation.describe()}

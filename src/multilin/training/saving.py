@@ -76,7 +76,7 @@ class Saver:
         If every step was skipped, the optimizer has no state yet, and no checkpoint is written.
 
         Args:
-            progress: plain data with `step`.
+            progress: plain data, which includes `step`.
 
         Raises:
             TrainingFailed: this checkpoint, or the one before it, could not be written.
@@ -157,6 +157,6 @@ class Saver:
 
 
 def _publish(stack: contextlib.ExitStack, write: Callable[[], None]) -> None:
-    """Wait until every process has written its part; leaving the stack then publishes the checkpoint."""
+    """Wait until every process has written its part; closing the stack then publishes the checkpoint."""
     with stack:
         write()

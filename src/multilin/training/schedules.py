@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rate over time, as a factor on its peak.
+"""Learning-rate schedules: the rate over time, as a factor of the peak rate.
 
 In step i = 0, 1, ... of N, the factor is the warm-up of w steps times the course of the schedule:
 

@@ -103,7 +103,7 @@ class TrainingRecipe:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps at most."""
+        """The largest number of optimizer steps."""
         return self.max_steps or (DEFAULT_MAX_STEPS if self.minutes is None else bounds.MOST_STEPS)
 
     def split(self, num_devices: int) -> tuple[int, int]:

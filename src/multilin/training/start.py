@@ -47,7 +47,7 @@ def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_start(start: str, expected_hash: str | None) -> Path:
-    """The folder of the model to start from, with the weights that the recipe was made for.
+    """The folder of the model to start from; its weights must be the weights that the recipe was made for.
 
     Raises:
         InputError: the model does not exist, or its weights have changed.
@@ -78,7 +78,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
 
 
 def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
-    """The sections `model` and `tokenizer` of a recipe for a trained model, and the longest text that it reads."""
+    """The sections `model` and `tokenizer` of a recipe for a trained model, and the longest text it can read."""
     from multilin.model.factory import BASELINES
     from multilin.runs.load import longest_text, read_config
 

@@ -75,7 +75,7 @@ def baseline_loss(
 def distribute(loss: TrainedLoss, plan: TrainingRecipe, device: torch.device) -> nn.Module:
     """The loss on its device, shared out among the processes (FSDP2 or DDP), and compiled if the recipe says so.
 
-    Its parameters stay the model's own.
+    The result shares its parameters with the model.
     """
     wrapped: nn.Module = loss
     if world_size() > 1 and plan.shard == "fsdp":
@@ -92,7 +92,7 @@ def distribute(loss: TrainedLoss, plan: TrainingRecipe, device: torch.device) ->
 
 
 def step_batches(order: BlockOrder, plan: TrainingRecipe, step: int, device: torch.device) -> list[Batch]:
-    """The batches of this process in a step, one for each pass.
+    """The batches of this process in a step, one for each forward pass.
 
     The blocks of a pass are the same however many processes share a step.
     """
@@ -148,7 +148,7 @@ def find_nonfinite_pass(
 ) -> str | None:
     """Describe where a step first is not finite, by repeating its passes in this process; see `find_nonfinite`.
 
-    None if it cannot be found, as for a sharded model, whose passes need all processes.
+    None if the place cannot be found, as for a sharded model, whose passes need all processes.
     """
     if plan.shard != "none" and world_size() > 1:
         return None
@@ -162,7 +162,7 @@ def find_nonfinite_pass(
 
 
 def _without_exchange(loss: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A block in which gradients are added up in each process, without exchange."""
+    """Context in which each process adds up gradients without exchanging them."""
     return loss.no_sync() if isinstance(loss, DistributedDataParallel) else contextlib.nullcontext()
 
 
@@ -186,7 +186,7 @@ def clip_gradient(model: nn.Module, most: float | None) -> Tensor:
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters with weight decay: matrices, without embeddings and an output tied to one."""
+    """Names of the parameters with weight decay: matrices, except embeddings and tied outputs."""
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     parameters = model.named_parameters(remove_duplicate=False)
     return [name for name, parameter in parameters if parameter.ndim > 1 and id(parameter) not in embeddings]

@@ -25,7 +25,7 @@ class TimeLimit:
     """The time that a run may use, from the start of the command to its end, and how far the run is.
 
     The clock stops between the end of a command and the command that resumes its run. Time is reserved for the work
-    after the last step: a validation and two saves, each as long as the latest before. The remaining time, from the
+    after the last step: a validation and two saves, each as long as the latest one. The remaining time, from the
     first step on, is for training.
 
     Args:
@@ -66,7 +66,7 @@ class TimeLimit:
 
     @property
     def leaves_a_pause(self) -> bool:
-        """False if a validation and a checkpoint would take most of what is left."""
+        """False if a validation and a checkpoint would take most of the remaining time."""
         return self._room > 2 * (self.kept_back - ENDING)
 
     @property
@@ -102,7 +102,7 @@ class TimeLimit:
         self.share = max(self.share, min(1.0, (used - self._first) / whole), step / self.max_steps)
 
     def num_steps(self, step: int) -> float:
-        """Steps of the whole run, if the rest are as fast as the steps up to this one."""
+        """Steps of the whole run, if the remaining steps are as fast as the steps so far."""
         return max(step, 1) / max(self.share, 1e-9)
 
     @contextlib.contextmanager
@@ -136,8 +136,8 @@ def forecast_end(validations: Sequence[tuple[float, float]]) -> tuple[float, flo
     k(s) was fitted to runs that were validated after every fifth of the run; between these shares it is interpolated.
 
     Args:
-        validations: share of the run that was over, and bits per byte. The last one is used, and the latest one that is
-            at least `SPACING` earlier.
+        validations: for each, the share of the run that was over, and the bits per byte. The last validation is used,
+            and the latest one that is at least `SPACING` before it.
 
     Returns:
         None before `FIRST_SHARE` of the run, or without two validations `SPACING` apart.

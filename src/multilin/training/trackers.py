@@ -12,7 +12,7 @@ from multilin.training.run_folder import RunFolder
 
 
 class Tracker(NamedTuple):
-    """A connection to a tracker: functions that send one line, and that close it."""
+    """A connection to a tracker: one function sends a line, another closes the connection."""
 
     log: Callable[[dict[str, Any]], object]
     close: Callable[[], object]
@@ -31,7 +31,7 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, folder: RunFolder) -> list[Tracker]:
-    """The trackers that a recipe names, for the run in a folder."""
+    """Connect to the trackers that a recipe names, for the run in a folder."""
     makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
     return [makers[name](recipe, folder) for name in recipe.training.report_to]
 

@@ -47,10 +47,10 @@ class ModelInfo:
 
     parameters: number of all parameters; a tensor that is used twice (tied output) counts once.
     embedding_parameters: number of parameters in embeddings and the output projection.
-    flops_per_token: floating-point operations of matrix products and attention to read the second token of a text. A
+    flops_per_token: floating-point operations to read the second token of a text, in matrix products and attention. A
         multiplication and an addition count as two; pointwise operations are not counted.
-    flops_growth: operations that each further earlier token adds.
-    state_bytes, state_growth: as for a layer, for all layers together.
+    flops_growth: operations that each further token before the current one adds.
+    state_bytes, state_growth: as in `LayerInfo`, but for all layers together.
     longest_text: largest number of tokens the model can read; None for no limit.
     """
 
@@ -66,13 +66,13 @@ class ModelInfo:
 
 
 def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | None]:
-    """Describe the model in a folder, or a new model of an architecture with these sizes.
+    """Describe the model in a folder, or a new model of an architecture with the given sizes.
 
     Returns:
         The description, and the architecture if `name` is an architecture of multilin.
 
     Raises:
-        InputError: neither a folder nor a known model, or sizes that do not fit.
+        InputError: `name` is neither a folder nor a known model, or the sizes do not fit.
     """
     if Path(name).is_dir():
         if sizes != ModelSizes():
@@ -94,9 +94,9 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
 
 
 def describe_model(model: PreTrainedModel) -> ModelInfo:
-    """Count a model's parameters, and measure the operations and the state of two decoding steps.
+    """Count a model's parameters, and measure the operations of two decoding steps and the state before each.
 
-    The second step shows the growth. For a model that reads at most two tokens it is left out, and the growth is 0.
+    The growth is the difference between the steps. For models that read at most two tokens it is 0.
     """
     longest = longest_text(model.config)
     flops, states = _decoding_costs(model, 1)
@@ -165,7 +165,7 @@ def state_bytes(cache: Cache) -> list[int]:
 
 
 def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[int]]:
-    """Measure the operations to read one token after `num_read` others, and the `state_bytes` before this token."""
+    """Measure the operations of reading one token after `num_read` others, and the `state_bytes` before reading it."""
     ids = torch.zeros((1, num_read), dtype=torch.long, device=model.device)
     with evaluation_mode(model), torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -174,7 +174,7 @@ def _decoding_costs(model: PreTrainedModel, num_read: int) -> tuple[int, list[in
 
 
 def forward_flops(model: nn.Module, ids: Tensor, **arguments: Any) -> int:
-    """Floating-point operations in the products of one forward pass; the model gets `arguments`."""
+    """Floating-point operations of matrix products and attention in one forward pass, called with `arguments`."""
     # PyTorch does not count fused attention on every device, so plain attention is used. Integer products, which
     # PyTorch does not count either, are counted here from the shapes of their factors.
     products = {torch.ops.aten._int_mm: lambda left, right, *_, **__: 2 * left[0] * left[1] * right[1]}

@@ -32,13 +32,13 @@ _MMAP_BYTES, _TRIM_BYTES = 2**30, 2**31 - 1
 class Checkup:
     """The properties of this machine.
 
-    versions: package to version, or None where it is not installed.
+    versions: version of each package; None if the package is not installed.
     device: the device that models run on. threads: PyTorch's threads on the CPU. cores: cores for this process.
-    precision: the precision that `precision: auto` chooses here.
+    precision: the precision that `precision: auto` chooses on this machine.
     cpu_features: the processor's instruction sets among CPU_FEATURES.
-    freed_memory: whether the command line keeps freed memory, in words, see `keep_freed_memory`.
-    backends: op to the name of its implementation on the device.
-    gpu_backends: op to the name of its GPU implementation, and the reason if it is not used here.
+    freed_memory: a sentence that says whether the command line keeps freed memory, see `keep_freed_memory`.
+    backends: for each op, the name of its implementation on the device.
+    gpu_backends: for each op, the name of its GPU implementation, and the reason if this machine does not use it.
     warnings: sentences about what makes this machine slow.
     """
 
@@ -81,7 +81,7 @@ def examine() -> Checkup:
 
 
 def _reasons(op: str, device: torch.device) -> str:
-    """Why faster implementations of an op are not used on this device; empty if there are none."""
+    """The reasons why faster implementations of an op are not used on this device; empty if there is no faster one."""
     reasons = [
         f"{backend.name}: {reason}"
         for backend in all_ops()[op].backends
@@ -91,7 +91,7 @@ def _reasons(op: str, device: torch.device) -> str:
 
 
 def _gpu_backends() -> dict[str, str]:
-    """The preferred GPU implementation of each op that has one, and the reason if it is not used here."""
+    """The preferred GPU implementation of each op that has one, and the reason if this machine does not use it."""
     preferred: dict[str, str] = {}
     for name, op in all_ops().items():
         if backend := next((backend for backend in op.backends if backend.device == "cuda"), None):
@@ -109,14 +109,14 @@ def installed_version(package: str) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of a device, and its name if the system gives one."""
+    """The kind of a device, and the device's name if the system gives one."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.device_count()} x {torch.cuda.get_device_name()})"
     return device.type if device.type != "cpu" else f"cpu ({cpu_name()})"
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name, as the operating system gives it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

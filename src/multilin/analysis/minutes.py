@@ -1,8 +1,8 @@
-"""`train --minutes`: choose a recipe for a text and a time, by this machine's measured speed and a table of models.
+"""`train --minutes`: choose a recipe for a text and a time, from this machine's measured speed and a table of models.
 
 Each row of the table is a model size and the fewest training tokens for which that size pays. Sizes are measured on
 this machine, the smallest first; the largest size that reads enough tokens in the time is picked. A small text limits
-the parameters and the passes over the text, and its square root limits the vocabulary.
+the parameters and the passes over the text, and the square root of its bytes limits the vocabulary.
 """
 
 import dataclasses
@@ -87,9 +87,9 @@ class Candidate:
 class Pick:
     """A recipe for a number of minutes, and the figures that decided it.
 
-    recipe: the resolved choice; its run ends after the minutes, or after `MOST_PASSES` passes over the text.
+    recipe: the resolved recipe. Its run ends after the minutes, or after `MOST_PASSES` passes over the text.
     candidate: the size that was picked. tokens: training tokens of the run.
-    train_tokens, train_bytes: size of the training text. trigram: bits per byte of a counting model of three tokens.
+    train_tokens, train_bytes: size of the training text. trigram: bits per byte of a trigram model.
     remarks: sentences for the user.
     """
 
@@ -103,7 +103,7 @@ class Pick:
 
     @property
     def with_steps(self) -> Recipe:
-        """The recipe with a number of steps that needs about the minutes, instead of `training.minutes`."""
+        """The recipe with `training.minutes` replaced by the number of steps that takes about this time."""
         training = self.recipe.training
         blocks = training.global_batch_size or training.batch_size
         steps = max(1, round(self.tokens / (blocks * self.recipe.model.n_positions)))
@@ -113,14 +113,14 @@ class Pick:
 def pick(
     name: str | None, changes: Mapping[str, Any], minutes: float, began: float, progress: TrainingProgress
 ) -> Pick:
-    """Choose the fields that are not given, for a run of some minutes.
+    """Choose the fields that the user did not give, for a run of some minutes.
 
     Args:
         name: a recipe whose fields are kept, or None.
-        changes: dotted fields of the recipe that are given, to their values.
+        changes: dotted fields of the recipe that the user gave, with their values.
         minutes: time that the whole command may take.
         began: `time.monotonic()` at the start of the command.
-        progress: shows the present work.
+        progress: shows what is being done.
 
     Raises:
         InputError: a recipe or a text that cannot be used, a field that `--minutes` decides, or too little time.
@@ -157,7 +157,7 @@ def pick(
 
 
 def choose(measured: Iterable[Candidate], seconds: float, train_bytes: int) -> Candidate:
-    """Of candidates in order of size, return the largest for which time and text suffice, else the smallest."""
+    """Return the largest candidate for which time and text suffice, else the smallest; they are in order of size."""
     smallest, *larger = measured
     best = smallest
     for one in larger:
@@ -187,8 +187,8 @@ def recipe_values(
     """The dotted fields and values of a run of about `steps` steps, each of `step` (blocks, tokens per block).
 
     Options, optimizer and learning rate are those of the architecture in the built-in sweep, which were tuned in steps
-    of `SHORT_RUN`. For larger steps the rate grows with the square root of the tokens in a step, as usual for Adam. So
-    does the stronger weight decay, which a TScale gets that would learn its text by heart.
+    of `SHORT_RUN`. For larger steps the rate grows with the square root of the tokens in a step, as usual for Adam. A
+    TScale that would learn its text by heart gets a stronger weight decay, which grows likewise.
     """
     sweep = builtin_sweep()
     row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
@@ -214,7 +214,7 @@ def recipe_values(
 
 
 def _training_seconds(minutes: float, began: float) -> float:
-    """The seconds that remain for training steps, without the time that a run reserves for its end.
+    """The seconds that remain for training steps after the time reserved for the end of the run is subtracted.
 
     Raises:
         InputError: the time is too short to train.
@@ -227,7 +227,7 @@ def _training_seconds(minutes: float, began: float) -> float:
 
 
 class _Picker:
-    """Makes recipes from the given fields, and chooses the other fields."""
+    """Makes recipes from the fields that the user gave, and chooses the other fields."""
 
     def __init__(self, name: str | None, changes: Mapping[str, Any]) -> None:
         self.name, self.changes, self.given = name, changes, given_fields(name, changes)
@@ -240,7 +240,7 @@ class _Picker:
         self.given_vocabulary: int | None = None
 
     def check(self) -> None:
-        """Refuse a recipe that the table cannot complete, and find the given vocabulary."""
+        """Refuse a recipe that the table cannot complete, and find the size of the vocabulary if the user gave one."""
         if num_processes() > 1:
             raise InputError("--minutes: works in one process only; under torchrun, give --training.minutes")
         if is_task(self.base.data.name):
@@ -255,7 +255,7 @@ class _Picker:
         check_model(resolve_recipe(self.recipe(self.sizes(BYTE_VOCAB_SIZE)[0])))
 
     def sizes(self, most_entries: float) -> list[Size]:
-        """The rows of the table, the smallest first, with the given fields and at most `most_entries` tokens."""
+        """The rows of the table, the smallest first, with the user's fields and vocabularies up to `most_entries`."""
         found: dict[tuple[int, int], Size] = {}
         for row in TABLE:
             width = self.given.get("model.hidden_size") or row.hidden_size
@@ -265,7 +265,7 @@ class _Picker:
         return list(found.values())
 
     def _vocabulary(self, most: float) -> int:
-        """The largest of VOCABULARIES up to `most`; if none is, bytes, or without bytes the smallest vocabulary."""
+        """The largest of VOCABULARIES up to `most`. If there is none: bytes if allowed, else the smallest."""
         fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else VOCABULARIES[0]
         return max((size for size in VOCABULARIES if size <= most), default=fewest)
 
@@ -284,7 +284,7 @@ class _Picker:
         return read_text(self.recipe(size), progress.prepare)
 
     def measure(self, train_bytes: int, seconds: float, until: float) -> Iterator[Candidate]:
-        """Measure the smallest size, then larger sizes until memory, text or time is too small for the next."""
+        """Measure the smallest size, then larger sizes until memory, text or time do not suffice for the next size."""
         memory = available_memory() or math.inf
         for number, size in enumerate(self.sizes(ENTRIES * math.sqrt(train_bytes))):
             needed, parameters = self._count(size)
@@ -334,7 +334,7 @@ class _Picker:
         return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))
 
     def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the fields that are not given."""
+        """The values without those that would replace a choice of the user."""
         left_out = []
         if self._has_tokenizer:
             left_out += ["tokenizer"]

@@ -1,4 +1,4 @@
-"""Estimates of a training run: memory, network traffic, time and size of checkpoints.
+"""Estimate the memory, network traffic, time and checkpoint size of a training run.
 
 Weights, gradients, optimizer state, floating-point operations and the bytes that devices send each other are counted
 from the model. Activations are estimated as in `multilin.model.memory`. For this machine, times come from training
@@ -54,7 +54,7 @@ class Device:
 
     memory: bytes; None if it is not known.
     half, single: floating-point operations per second in bf16 and in float32 (without TF32).
-    link: bytes per second that it sends to others, in one direction.
+    link: bytes per second that the device sends to other devices, in one direction.
     """
 
     name: str
@@ -85,9 +85,9 @@ class WayPlan:
     fits: whether the device has this memory; True if its memory is not known.
     sent_bytes: bytes that a device sends in one step.
     communication_seconds: time to send these bytes at the full speed of the link.
-    is_hidden: whether they can be sent while the device computes.
+    is_hidden: whether the device can send these bytes while it computes.
     tokens_per_second: training tokens per second of all devices together.
-    hours, device_hours: duration of the run, and its sum over all devices.
+    hours, device_hours: duration of the run in hours, and this duration times the number of devices.
     cost: price of the device hours; None if no price was given.
     """
 
@@ -204,7 +204,7 @@ def plan_training(recipe: Recipe, settings: PlanSettings) -> TrainingPlan:
 def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.device) -> float:
     """Measure the median seconds of a recipe's training steps, on random tokens.
 
-    until: value of `time.monotonic()` after which no further step begins; at least one step is made.
+    until: value of `time.monotonic()` after which no further step begins; at least one step is measured.
     """
     recipe = resolve_recipe(recipe)
     plan, dtype = recipe.training, autocast_dtype(recipe.training.precision)
@@ -234,16 +234,16 @@ def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.de
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:
     """Bytes that each device sends in one step.
 
-    With P float32 bytes of parameters and N devices, a reduce-scatter or an all-gather of P bytes sends P (N - 1) / N
-    from each. An all-reduce is both; with communication int8, a number has 1.03 bytes instead of 4. In every pass, FSDP
-    gathers each layer before its forward and before its backward pass, the others once, and reduces all gradients.
+    With P float32 bytes of parameters and N devices, in a reduce-scatter or an all-gather each sends P (N - 1) / N. An
+    all-reduce is both; with communication int8, a number takes 1.03 bytes, not 4. In every pass, FSDP gathers each
+    layer before its forward and before its backward pass, other parameters once, and reduces all gradients.
 
     Args:
         way: `ddp`, `int8` or `fsdp`.
-        layers, rest: float32 bytes of the parameters of all layers, and of the others.
+        layers, rest: float32 bytes of the parameters of all layers, and of the parameters outside layers.
         devices: number of devices that train together.
         passes: forward passes of one step.
-        gathered: bytes in which a number of a layer is gathered, relative to float32.
+        gathered: bytes per gathered number of a layer, relative to float32.
     """
     share = (devices - 1) / devices
     if way == "fsdp":
@@ -294,7 +294,7 @@ def find_vocab_size(recipe: Recipe) -> int:
 
 
 def _this_machine(device: torch.device, is_single: bool) -> Device:
-    """This machine as a device. Only one speed is measured: float32 if `is_single`, else bf16; both fields hold it."""
+    """This machine. Both `half` and `single` hold the one speed that is measured: float32 if `is_single`, else bf16."""
     rate = _product_rate(torch.float32 if is_single else torch.bfloat16, device)
     return Device(f"this machine, {device_name(device)}", available_memory(device), rate, rate, ETHERNET)
 
@@ -306,7 +306,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
-    """Count the operations of training on a token; weights need memory only if a forward pass looks at values."""
+    """Count the training FLOPs per token; weights are allocated only if the forward pass depends on their values."""
     length = recipe.model.n_positions
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -317,7 +317,7 @@ def _flops(recipe: Recipe, model: PreTrainedModel, vocab_size: int) -> float:
 
 
 def describe_plan(plan: TrainingPlan) -> dict[str, str]:
-    """The figures that do not depend on the way to train, as name to text."""
+    """The figures that do not depend on the way to train, as texts by name."""
     each = "" if plan.device.memory is None else f", {decimal(int(plan.device.memory))} each"
     return {
         "device": f"{plan.devices} x {plan.device.name}{each}",

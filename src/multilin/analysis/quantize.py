@@ -1,4 +1,4 @@
-"""Rounding to int8 after training: a smaller copy of a run, and the scores of run and copy."""
+"""Round to int8 after training: make a smaller copy of a run, and score the run and the copy."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Quantized:
 def quantize_run(
     path: str | Path, output: str | Path | None, settings: EvaluationSettings, progress: Progress
 ) -> Quantized:
-    """Save a copy of a run with the matrices of all layers rounded to int8, and score run and copy.
+    """Save a copy of a run with the matrices of all layers rounded to int8, and score both.
 
     Each matrix has one scale. Embedding, output, norms and biases are not changed. The copy always
     multiplies in int8; it cannot be trained.

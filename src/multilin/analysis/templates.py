@@ -1,4 +1,4 @@
-"""Templates of reports, and the CSS and JavaScript copied into them, from the folder assets."""
+"""Templates of reports, and the CSS and JavaScript that are copied into reports; all are in the folder assets."""
 
 import functools
 from importlib import resources

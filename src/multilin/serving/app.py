@@ -77,9 +77,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 class Server(uvicorn.Server):
-    """An HTTP server in a thread. It listens at once, and answers requests from the call of `open` on.
+    """An HTTP server in a thread. It listens at once, but answers requests only after `open` was called.
 
-    Before, a request waits for at most `HELD_SECONDS`, or `HELD_HEALTH_SECONDS` for `/health`, then gets status 503.
+    Until then, a request waits at most `HELD_SECONDS` (`/health`: `HELD_HEALTH_SECONDS`), then gets status 503.
 
     Args:
         listener: the socket to listen on.
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         self._app, self._stop = app, service.scheduler.stop
 
     def wait(self) -> None:
-        """Wait until SIGINT comes, or another signal whose handler raises an exception."""
+        """Wait until SIGINT comes, or another signal with a handler that raises an exception."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for commands with &
         with contextlib.suppress(KeyboardInterrupt):
             self._ended.wait()
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
         await (self._app or error_response(still_loading()))(scope, receive, send)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening and let requests end. The scheduler ends before the connections, so that streams can end."""
+        """Stop listening and let requests end. The scheduler ends before connections close, so that streams can end."""
         ended = asyncio.create_task(asyncio.to_thread(self._stop, END_SECONDS))
         await super().shutdown(sockets)
         await ended

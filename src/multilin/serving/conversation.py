@@ -34,7 +34,7 @@ class Conversation:
     def begin(
         cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
     ) -> "Conversation":
-        """Begin with a new session, with one from the content of a state file, or with an existing one.
+        """Begin with a new session, a session made from the content of a state file, or an existing session.
 
         Raises:
             InputError: a setting that the server would ignore, or a server that refuses or does not answer.
@@ -71,7 +71,7 @@ class Conversation:
                 self._stopping = None
 
     def stop(self) -> None:
-        """End the present answer soon; a signal handler may call this."""
+        """End the present answer as soon as possible; a signal handler may call this method."""
         self._stopping = threading.Thread(target=self._stop, daemon=True)
         self._stopping.start()
 
@@ -93,7 +93,7 @@ class Conversation:
         _call(self._client, "POST", f"/v1/sessions/{self.session}/rewind", json={"turns": num_turns})
 
     def state(self) -> bytes:
-        """The state after the last answer, as the content of a state file.
+        """Return the state after the last answer, as the content of a state file.
 
         Raises:
             InputError: there is no answer yet.
@@ -120,7 +120,7 @@ def connect(address: str, key: str | None, *, is_local: bool = False) -> httpx.C
 
 
 def _fields(settings: GenerationSettings) -> Json:
-    """The fields of a request, without settings that have their default value."""
+    """The fields of a request for these settings, without settings that have their default value."""
     fields: Json = {
         "temperature": settings.temperature, "stop": list(settings.stop), "ignore_eos": not settings.stop_at_end
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Errors with which the server answers, in the form of OpenAI's API."""
+"""Errors that the server returns, in the form of OpenAI's API."""
 
 import logging
 import re
@@ -48,7 +48,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """Convert one of the mistakes that pydantic found in a body to an ApiError."""
+    """Convert the errors that pydantic found in a body to one ApiError."""
     # If a field allows several types, an error deep inside a value of one type says more than `not of another type`.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), None)
     first = first or max(errors, key=lambda error: len(_fields(error["loc"])))
@@ -75,7 +75,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The place of a field in a body, without the names of types and entries of lists that pydantic adds to it."""
+    """The path of a field in a body, without the names of types and the list entries that pydantic adds to the path."""
     named = [
         number for number, part in enumerate(location)
         if isinstance(part, str) and re.fullmatch("[a-z_]+", part) and part not in ("str", "int")

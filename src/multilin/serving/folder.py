@@ -1,4 +1,4 @@
-"""A store of the server's files, in a folder of this machine or at any address that fsspec supports."""
+"""A store of the server's files, in a folder on this machine or at any address that fsspec supports."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ def is_id(kind: str, text: str) -> bool:
 
 
 class Folder(Store):
-    """A folder or an address with files, which are never incomplete.
+    """A folder or an address with files. A reader never sees an incomplete file.
 
     The name of a file begins with a kind and random characters, such as turn_4fK. The first two of these characters
     give the subfolder of the file, so that each subfolder stays small.
@@ -64,7 +64,7 @@ class Folder(Store):
         super().write(f"{folder}/{name}", content)
 
     def remove_unfinished(self, seconds: float) -> None:
-        """Delete hidden files older than `seconds`, which servers that were killed left unfinished."""
+        """Delete hidden files older than `seconds`: unfinished files of servers that were killed."""
         for path in () if self.local is None else self.local.rglob(".*.partial"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - seconds:
@@ -77,6 +77,6 @@ class Folder(Store):
 
 
 def _subfolder(prefix: str) -> str:
-    """The folder of all files whose names begin with `prefix`."""
+    """The subfolder of all files whose names begin with `prefix`."""
     kind, _, characters = prefix.partition("_")
     return f"{kind}/{characters[:2]}" if len(characters) > 1 else kind

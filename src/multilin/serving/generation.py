@@ -22,9 +22,9 @@ class Prompt:
     """A text to continue.
 
     text: the prompt as clients see it in the turn.
-    token_ids: tokens of the whole text, or if there is a turn `before`, the tokens after it.
+    token_ids: tokens of the whole text; if there is a turn `before`, only the tokens after that turn.
     before: the turn that is continued.
-    messages: all messages of the conversation, if it is one.
+    messages: all messages of the conversation; None if the text is no conversation.
     has_start: whether a start token was put before the client's text.
     """
 
@@ -41,7 +41,7 @@ class Ask:
 
     kind: see `Turn`.
     settings: settings of the n sequences that continue each prompt.
-    max_tokens: most new tokens of each sequence; None takes `default_tokens`, or fewer if the model has less room.
+    max_tokens: most new tokens of each sequence; None takes `default_tokens`, or fewer if the model can read no more.
     limit_name: the field of the request that gave `max_tokens`, for error messages.
     num_logprobs, prompt_logprobs: see `Job`.
     store: whether the turns are kept.
@@ -139,7 +139,7 @@ class Generation:
         self._on_close()
 
     async def pieces(self, silence: float) -> AsyncIterator[dict[int, Piece]]:
-        """The new text of each sequence, by its number, until all have ended or the client has disconnected.
+        """Yield new text by sequence number until all sequences have ended or the client has disconnected.
 
         Yields an empty dictionary after every `silence` seconds without new text.
         """

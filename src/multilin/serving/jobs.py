@@ -28,9 +28,9 @@ class Logprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New text of a sequence that no later token changes, and its tokens if they are reported.
+    """New text of a sequence, which later tokens cannot change, and its tokens if tokens are reported.
 
-    tokens: pairs of a token and the number of characters of the new text before it; for tokens of the prompt -1.
+    tokens: pairs of a token and the number of new characters before it; the number is -1 for tokens of the prompt.
     """
 
     text: str
@@ -42,8 +42,8 @@ class End(NamedTuple):
 
     finish_reason: "stop" or "length".
     num_generated: number of tokens generated.
-    token_ids: the new tokens of the text, without an end of text or a stop string.
-    state: engine state, with one row, after the prompt and all `token_ids` but the last `num_unread`.
+    token_ids: the new tokens of the text, without an end-of-text token or a stop string.
+    state: engine state, with one row, after reading the prompt and all `token_ids` except the last `num_unread`.
     """
 
     finish_reason: str
@@ -62,15 +62,15 @@ class Job:
 
     owner: the user; jobs of different users take turns.
     token_ids: tokens to read after the state `start`.
-    known_ids: known tokens of the prompt and the text before it, for the repetition penalty and as context.
+    known_ids: the known tokens of the text up to the end of the prompt, for the repetition penalty and as context.
     start: the state to continue; None at the start of a text.
     settings: settings of each sequence.
     max_new_tokens: most new tokens of each sequence; may be 0.
-    listen: called with the number of the sequence and an event, in the thread that `notify` of the scheduler chooses.
+    listen: called with the number of the sequence and an event, in the thread that the scheduler's `notify` chooses.
     num_logprobs: number of likeliest tokens to report for each new token; None reports no tokens.
     prompt_logprobs: number of tokens at the end of the prompt that are reported too.
     ends: tokens that end an answer, besides the end of text.
-    position: number of `token_ids` that were read.
+    position: number of `token_ids` that have been read so far.
     state: engine state, with one row, while the prompt is read.
     """
 
@@ -95,7 +95,7 @@ class Job:
 
 
 class Kept(NamedTuple):
-    """The engine state before a cut character or possible stop string, and the tokens and characters so far."""
+    """The engine state before an incomplete character or possible stop string, and the counts at that place."""
 
     state: Any
     num_tokens: int
@@ -106,15 +106,15 @@ class Kept(NamedTuple):
 class Row:
     """A sequence in the batch.
 
-    index: its number in the job.
+    index: number of the sequence in its job.
     numbers: random numbers for sampling.
-    seen: tokens so far, and how often each was generated.
+    seen: tokens of the text so far, and how often each was generated.
     forced: tokens of the prompt that are read one by one, to report their probabilities.
     next_id: the token that is read next.
     token_ids: the tokens that were generated.
     pending: tokens that wait until their text is certain, each with the number of characters before it.
-    kept: the state to return to if a possible stop string is completed or the row ends; None if the text is whole, so
-        that the present state is used.
+    kept: the state to return to if the possible stop string is completed, or if the row ends before the text is whole;
+        None while the text is whole.
     end: the finish reason; None while the sequence runs.
     """
 
@@ -133,7 +133,7 @@ class Row:
 
 
 class Counts(NamedTuple):
-    """Numbers of jobs that wait, of jobs whose prompts are being read, and of sequences that run."""
+    """The numbers of waiting jobs, of jobs whose prompts are being read, and of running sequences."""
 
     waiting: int
     reading: int
@@ -141,7 +141,7 @@ class Counts(NamedTuple):
 
 
 def make_logprob(logits_V: NDArray[np.float32], token: int, num_top: int) -> Logprob:
-    """The log probabilities of a token and of the `num_top` likeliest tokens; none is below `IMPOSSIBLE`."""
+    """The log probabilities of a token and of the `num_top` likeliest tokens; no value is below `IMPOSSIBLE`."""
     logits = logits_V.astype(np.float64)
     logits -= logits.max()
     logits = np.maximum(logits - np.log(np.exp(logits).sum()), IMPOSSIBLE)

@@ -1,4 +1,4 @@
-"""Converting messages to tokens, with the model's chat template or, if it has none, in a plain layout."""
+"""Convert messages to tokens, with the model's chat template or, if there is none, in a plain layout."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ ROLES = {"system": "System", "developer": "System", "user": "User", "assistant":
 
 
 class PlainLayout:
-    """A message is a line with the role, the content, and an empty line:
+    """A layout without a template. A message is a line with the role, the content, and an empty line:
 
         User:
         Hello
@@ -50,12 +50,12 @@ class PlainLayout:
 
 
 class TemplateLayout:
-    """The chat template of a tokenizer. Control tokens that it writes become tokens; those in messages stay text.
+    """The chat template of a tokenizer. Its control tokens become tokens; in messages they stay text.
 
     Args:
         codec: the model's tokenizer.
         template: the source of the Jinja template.
-        names: names such as bos_token to special tokens, for the template.
+        names: the special tokens, by names such as bos_token that the template may use.
     """
 
     stops: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class TemplateLayout:
         return self._template.encode(self._after(before.messages or [], messages), last)
 
     def _after(self, before: Messages, messages: Messages) -> str:
-        """The text of messages after the conversation `before`, with the marks of `ChatTemplate.render`."""
+        """The text of messages after the conversation `before`, with the marks that `ChatTemplate.render` adds."""
         if before:
             *earlier, answer = before
             given, bare = answer["content"], answer["content"].strip()
@@ -135,7 +135,7 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks text to learn in training; it has no effect here."""
+    """The tag `{% generation %}`, which marks the text that training learns. In the server it has no effect."""
 
     tags = {"generation"}
 

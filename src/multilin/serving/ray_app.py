@@ -64,7 +64,7 @@ def app(values: Mapping[str, Any]) -> "Application":
 
 
 def _build(arguments: RayArguments, limits: ServeLimits) -> "ASGIApp":
-    """The application of a replica."""
+    """Make the application of one replica."""
     from multilin.export.cache import open_model
     from multilin.runs.load import load_run
     from multilin.serving.app import create_app

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 class Readings:
     """The weights with which each token of a turn's text reads the tokens before it.
 
-    The PyTorch model is loaded at the first request. Requests are answered one after the other. The weights of the last
+    The PyTorch model is loaded at the first request. Requests are answered one at a time. The weights of the last
     requested turn are kept, as clients ask for the steps of a turn one by one.
 
     Args:
@@ -37,7 +37,7 @@ class Readings:
         self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(MOST_WAITING)
 
     def get(self, turn: Turn, step: int) -> Json:
-        """Compute or wait for the weights of one of `Explanation.steps`, which are counted from 0.
+        """Compute or wait for the weights of one of `Explanation.steps`, given by its index.
 
         Raises:
             ApiError: too many requests wait.
@@ -62,7 +62,7 @@ class Readings:
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
-        """Compute labels and texts, and for each step the mean weights over its heads, (characters, characters)."""
+        """Compute labels, texts, and each step's weights (characters, characters), as the mean over its heads."""
         from multilin.analysis.explain.explanation import by_character, explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 

@@ -29,7 +29,7 @@ class Scheduler:
 
     Args:
         engine, codec: the model and its tokenizer.
-        notify: called in the scheduler's thread with functions that report events; runs them in another thread.
+        notify: called in the scheduler's thread with functions that report events, which it runs in another thread.
         num_slots: most sequences that run at a time.
         queue_size: most jobs that wait.
     """
@@ -55,7 +55,7 @@ class Scheduler:
             return Counts(sum(map(len, self._waiting.values())), len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of these jobs, or none. If no job waits, there may be more of them than `queue_size`.
+        """Queue all of these jobs, or none. If no other job waits, there may be more than `queue_size` of them.
 
         Raises:
             ApiError: the queue is full, or the server ends.
@@ -77,7 +77,7 @@ class Scheduler:
             self._changed.notify()
 
     def finish(self, job: Job) -> None:
-        """End a job with the tokens that it has generated. If its prompt is still being read, that is completed."""
+        """End a job with the tokens that it has generated. A prompt is read to its end."""
         job.max_new_tokens = 0
 
     def stop(self, seconds: float) -> None:
@@ -132,7 +132,7 @@ class Scheduler:
                 self._leave(place)
 
     def _leave(self, place: int) -> Any:
-        """Take a row out of the batch and return its state. The last row moves to its place, as in the engine."""
+        """Take a row out of the batch and return its state. The last row moves to the free place, as in the engine."""
         last = self._rows.pop()
         if place < len(self._rows):
             self._rows[place] = last
@@ -169,7 +169,7 @@ class Scheduler:
                 return
 
     def _next_prompts(self) -> list[Job]:
-        """Take the jobs whose prompts are read together: either all are at their beginning, or all continue a state."""
+        """Take jobs whose prompts are read together: either all begin a text, or all continue a state."""
         jobs = [job for job in self._reading if job.is_new == self._reading[0].is_new][:GROUP]
         self._reading = deque(job for job in self._reading if job not in jobs)
         return jobs
@@ -186,7 +186,7 @@ class Scheduler:
         return jobs[0].state
 
     def _begin(self, job: Job, logits_V: NDArray[np.float32]) -> None:
-        """Add the sequences of a job to the batch; its prompt was read."""
+        """Add the sequences of a job to the batch after its prompt was read."""
         num_rows, first = len(job.settings), len(self._rows)
         self._batch.join(job.state if num_rows == 1 else job.state.select([0] * num_rows))
         job.state = None
@@ -197,7 +197,7 @@ class Scheduler:
         self._advance(first, np.repeat(logits_V[None], num_rows, axis=0))
 
     def _step(self) -> None:
-        """Read the next token of each row and choose the tokens after them."""
+        """Read the next token of each row, and choose the token after it."""
         if not self._rows:
             return
         try:
@@ -263,7 +263,7 @@ class Scheduler:
         self._release(row, piece)
 
     def _release(self, row: Row, piece: str) -> None:
-        """Report new text, and the tokens that begin in reported text; at the end of a row, all other tokens too."""
+        """Report new text and the tokens that begin in reported text. When a row ends, report all other tokens too."""
         length = len(row.stream.text)
         is_whole = row.stream.is_whole or row.end is not None
         num_ready = next((i for i, (_, begin) in enumerate(row.pending) if begin >= length and not is_whole), None)

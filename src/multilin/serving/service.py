@@ -55,7 +55,7 @@ class Service:
         self.metrics = Metrics(self.scheduler, self.turns)
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
-        """Run functions of the scheduler on the event loop, all of one step together."""
+        """Run functions that the scheduler passes on the event loop; all functions of one step run together."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
@@ -73,7 +73,7 @@ class Service:
         return self.codec.tokenizer.decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token; for a token that is part of a character `bytes:\\xe6`."""
+        """The text of one token; for a part of a character, its bytes, such as `bytes:\\xe6`."""
         content = self.codec.token_bytes(token_id)
         try:
             return content.decode()
@@ -82,7 +82,7 @@ class Service:
 
     @contextlib.contextmanager
     def changing(self, session: Session) -> Iterator[None]:
-        """Claim a session, so that no other request continues or changes it; raises the errors of `begin`."""
+        """Claim a session, so that no other request continues or changes it. Raises the same errors as `begin`."""
         self._claim(session.id, None)
         try:
             self._check_session(session)
@@ -91,7 +91,7 @@ class Service:
             del self.busy[session.id]
 
     def _claim(self, session_id: str, generation: Generation | None) -> None:
-        """Reserve a session for this request, or refuse if another request continues or changes it."""
+        """Reserve a session for this request; fails if another request continues or changes the session."""
         with self._claiming:
             if session_id in self.busy:
                 raise ApiError(409, f"session: another request continues {session_id}", "session", "session_busy")
@@ -183,7 +183,7 @@ class Service:
         """Make a turn from the content of a state file. The text of the turn is not known.
 
         Raises:
-            InputError: the content is no state file of this model, or has the states of several texts.
+            InputError: the content is no state file of this model, or holds the states of several texts.
         """
         state = unpack_state(content, self.owner)
         num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
@@ -196,10 +196,10 @@ class Service:
         return turn
 
     def _keep(self, generation: Generation, index: int, end: End) -> None:
-        """Keep the turn at the end of a sequence, and add it to the session.
+        """Keep a sequence that has ended as a turn, and add the turn to the session.
 
         Raises:
-            ApiError: a turn of a session cannot be written. Without a session this is no error.
+            ApiError: a turn of a session cannot be written. If the request has no session, this is no error.
         """
         if not generation.ask.store:
             return

@@ -15,7 +15,7 @@ MOST_IN_MEMORY = 10_000  # sessions
 
 @dataclass
 class Session:
-    """A conversation or text that grows.
+    """A conversation or a text that grows by turns.
 
     id, owner: see `Turn`.
     turns: ids of the session's turns; a request continues the last one.
@@ -38,7 +38,7 @@ class SessionStore:
     """A store of sessions in a folder or in memory. Its methods block, and are thread-safe.
 
     Args:
-        folder: keeps all sessions; None keeps in memory the `MOST_IN_MEMORY` that were changed last.
+        folder: keeps all sessions; None keeps the `MOST_IN_MEMORY` most recently changed sessions in memory.
 
     Attributes:
         sharing: a lock for adding existing turns to a session, and for deleting turns that no session has.
@@ -73,7 +73,7 @@ class SessionStore:
         return self._read(Session(session_id, owner).name)
 
     def all(self, owner: str) -> list[Session]:
-        """All sessions of an owner, the last changed first."""
+        """All sessions of an owner, the most recently changed first."""
         names = [name for name in self._folder.sizes("session_") if name.endswith(f".{owner}.json")]
         sessions = [session for name in names if (session := self._read(name)) is not None]
         return sorted(sessions, key=lambda session: -session.changed)

@@ -31,7 +31,7 @@ Bytes = Annotated[str, MaxLen(20), AfterValidator(_check_size)]
 
 @settings
 class ServeLimits:
-    """Limits of the server: requests at a time, their length, and the size of stored states."""
+    """Limits of the server: how many requests run at a time, how long they are, and how large stored states are."""
 
     slots: Count = 64  # sequences that are generated at a time
     queue: Count = 256  # requests that may wait; more are refused with 429

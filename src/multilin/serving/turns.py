@@ -27,14 +27,14 @@ class Turn:
     """A prompt and its answer, which may continue an earlier turn. A turn is never changed.
 
     id: see `new_id`.
-    owner: the user it belongs to, 16 hexadecimal digits.
-    parent: id of the turn that was continued, or None.
+    owner: the user that the turn belongs to, as 16 hexadecimal digits.
+    parent: id of the turn that this turn continues, or None.
     kind: "completion", "chat" or "import".
     prompt, text: the prompt and the answer.
-    messages: all messages of the conversation, with this answer; None without messages, or if they are unknown.
+    messages: all messages of the conversation, including this answer; None if there are none or they are unknown.
     token_ids: tokens of the whole text, without the first `num_unknown`.
-    num_read: number of tokens that the turn's state has read, unknown tokens included; the rest are unread.
-    num_unknown: number of tokens at the beginning that are not known, as after the import of a state.
+    num_read: number of tokens that the turn's state has read, including unknown tokens.
+    num_unknown: number of tokens at the beginning of the text that are not known, as after importing a state.
     created: seconds since 1970.
     """
 
@@ -62,7 +62,7 @@ class Turn:
 
 
 class Entry(NamedTuple):
-    """The facts about a turn that are known without reading its files, from their names and sizes."""
+    """The facts about a turn that the names and sizes of its files give."""
 
     id: str
     owner: str
@@ -154,7 +154,7 @@ class TurnStore:
         return _parse(entry, kept[0]), kept[1]
 
     def peek(self, owner: str, turn_id: str) -> Turn | None:
-        """Get a turn of this owner without its state; otherwise the same as `get`."""
+        """Do the same as `get`, but return only the turn, without its state."""
         entry = self.entry(owner, turn_id)
         if entry is None:
             return None
@@ -186,7 +186,7 @@ class TurnStore:
             self._delete(entry)
 
     def clean(self) -> None:
-        """List the folder. Delete turns that are too old, and then the oldest turns while the folder is too large."""
+        """List the folder. Delete turns that are too old, then the oldest turns until the folder is small enough."""
         begin = time.monotonic()
         try:
             self._remove_leftovers(self._list("turn_"))
@@ -258,7 +258,7 @@ class TurnStore:
             self.folder.remove(f"{entry.name}.safetensors")
 
     def _remember(self, turn_id: str, content: bytes, state: bytes) -> None:
-        """Keep a turn in memory, and drop the least recently used turns while memory is exceeded."""
+        """Keep a turn in memory, and drop the least recently used turns while all are larger than `memory_bytes`."""
         if turn_id not in self._memory:
             self._memory[turn_id] = content, state
             self.num_bytes += len(content) + len(state)

@@ -1,1 +1,1 @@
-"""Several models trained on the same text with the same budget, and a report that says what may be concluded."""
+"""Train several models on the same text with the same budget, and report which conclusions the results allow."""

@@ -1,4 +1,4 @@
-"""The results of a comparison in words: the answers to its three questions, remarks on their limits, and figures."""
+"""A comparison's results in words: answers to the three questions of the report, remarks on limits, and numbers."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3
 
 
 def amount(value: float) -> str:
-    """A number with three digits and a prefix: 1.23 M."""
+    """A number with three digits and an SI prefix, such as 1.23 M."""
     value = float(f"{value:.3g}")  # rounded before the prefix is chosen
     for size, prefix in _PREFIXES:
         if value >= size:
@@ -28,14 +28,14 @@ def amount(value: float) -> str:
 
 
 def budget_text(comparison: Comparison, value: float | None = None) -> str:
-    """The budget of every run, or another value in its unit: 400 k training tokens."""
+    """The budget of every run, or another amount in the unit of the budget, such as 400 k training tokens."""
     ((kind, budget),) = comparison.budget.items()
     value = budget if value is None else value
     return f"{f'{round(value, 1):g}' if kind == 'seconds' else amount(value)} {AXES[kind]}"
 
 
 def score_text(comparison: Comparison, row: RowRecord) -> str:
-    """The mean and standard deviation of a row's score: 2.345 ± 0.012."""
+    """The mean and standard deviation of a row's score, such as 2.345 ± 0.012."""
     assert row.score is not None
     scale, digits, unit = (100, 1, " %") if comparison.measure == "accuracy" else (1, 3, "")
     deviation = "" if row.score.deviation is None else f" ± {scale * row.score.deviation:.{digits}f}"
@@ -49,7 +49,7 @@ def difference_text(comparison: Comparison, difference: Difference) -> str:
 
 
 def share_text(difference: Difference) -> str:
-    """How much lower the bits per byte or the wrong answers of the better row are than the other row's, in per cent."""
+    """How much lower the better row's bits per byte or share of wrong answers is, in per cent of the other row's."""
     return "" if difference.share is None else f"{100 * difference.share:.{1 if difference.share >= 0.001 else 3}f} %"
 
 
@@ -95,7 +95,7 @@ def verdict(comparison: Comparison, row: RowRecord) -> str:
 
 
 def best_sentence(comparison: Comparison) -> str:
-    """Which row is best at the budget and at equal seconds, and how certain that is."""
+    """Sentences on which row is best at the budget and at equal seconds, and how certain this is."""
     return " ".join(_verdict_sentences(comparison))
 
 
@@ -133,7 +133,7 @@ def _are(names: Sequence[str]) -> str:
 
 
 def _tuned_unlike(comparison: Comparison) -> str:
-    """A sentence if the learning rate was not tuned, or rows had different numbers of trials; else empty."""
+    """A warning if the learning rate was not tuned or rows had different numbers of trials; else empty."""
     rows = [comparison.row(name) for name in comparison.order]
     if not any(RATE in stage for stage in comparison.stages):
         rates = {row.recipe["optimizer"]["learning_rate"] for row in rows}
@@ -180,7 +180,7 @@ def _pairs(comparison: Comparison) -> str:
 
 
 def _ahead(comparison: Comparison, difference: Difference) -> str:
-    """The lead of a row over the next best: 0.281 below gpt2, the next (13.2 %; 95 % interval 0.253 to 0.309)."""
+    """The best row's lead, such as `0.281 below gpt2, the next (13.2 %; 95 % interval 0.253 to 0.309)`."""
     is_text = comparison.measure == "bits_per_byte"
     factor, digits = (1, 3) if is_text else (-100, 1)  # makes the figure positive
     details = [share_text(difference) + ("" if is_text else " fewer wrong answers")] if difference.share else []
@@ -192,7 +192,7 @@ def _ahead(comparison: Comparison, difference: Difference) -> str:
 
 
 def _at_equal_seconds(comparison: Comparison) -> str:
-    """Which row leads when the row with the shortest training ends."""
+    """A sentence on which row leads when the row with the shortest training ends."""
     measure, rows = comparison.measure, [comparison.row(name) for name in comparison.order]
     ends = {row.name: mean_course(row, measure)[-1]["seconds"] for row in rows}
     first = min(rows, key=lambda row: ends[row.name])
@@ -220,7 +220,7 @@ def _at_equal_seconds(comparison: Comparison) -> str:
 
 
 def _scores_at(row: RowRecord, seconds: float, measure: str) -> list[float]:
-    """The score of each seed after this time, interpolated linearly; empty before the first validation."""
+    """The score of each seed after a training time, interpolated between validations; empty before the first one."""
     times = [point["seconds"] for point in mean_course(row, measure)]
     if seconds < times[0]:
         return []
@@ -229,7 +229,7 @@ def _scores_at(row: RowRecord, seconds: float, measure: str) -> list[float]:
 
 
 def speed_sentence(comparison: Comparison) -> str:
-    """Which rows need the fewest tokens, seconds and FLOPs to reach the final score of the worst row."""
+    """A sentence on which rows need the fewest tokens, seconds and FLOPs to reach the worst row's final score."""
     rows = [comparison.row(name) for name in comparison.order if name not in comparison.at_chance]
     if len(rows) < 2:
         learned = "are better than chance" if comparison.at_chance else "have finished"
@@ -252,7 +252,7 @@ def speed_sentence(comparison: Comparison) -> str:
 
 
 def cost_sentence(comparison: Comparison) -> str:
-    """Which rows generate fastest and keep the smallest state after the longest prompt."""
+    """A sentence on which rows generate fastest and keep the smallest state after the longest prompt."""
     rows = [row for row in comparison.rows if row.decoding]
     if not rows:
         return "No row has a trained model to measure."
@@ -279,7 +279,7 @@ def cost_sentence(comparison: Comparison) -> str:
 def cost_to_reach(row: RowRecord, level: float, measure: str) -> dict[str, float]:
     """The tokens, seconds and FLOPs after which the mean over the seeds first reached a level.
 
-    Between two validations the mean is interpolated linearly. A row that never reached the level gets its whole budget.
+    Between two validations the mean is interpolated linearly. If a row never reached the level, its budget counts.
     """
     points = mean_course(row, measure)
     for before, point in zip([points[0], *points], points, strict=False):

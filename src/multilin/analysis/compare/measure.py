@@ -1,4 +1,4 @@
-"""The cost of generating with the models: tokens per second and bytes of state after prompts; and a sample of text."""
+"""Measure generation with the models: tokens per second, bytes of state after prompts, and a sample of text."""
 
 import copy
 import dataclasses
@@ -79,7 +79,7 @@ def measure_rows(rows: Sequence[RowRecord], output: Path, prompt: str | None) ->
 
 
 def final_score(run: RunRecord, output: Path, recipe: Recipe) -> RunRecord:
-    """Return the run with its final score: on all validation documents that tuning did not use.
+    """Return the run with its final score, which is measured on all validation documents that tuning did not use.
 
     Args:
         run: a run in its folder below `output`; a failed run is not changed.
@@ -106,10 +106,10 @@ def prompt_of(recipe: Recipe) -> str:
 
 
 def _measure_decoding(runs: Mapping[str, Run], recipes: Mapping[str, ModelRecipe]) -> dict[str, list[Decoding]]:
-    """Measure tokens per second and bytes of state after each context, with the models in turns.
+    """Measure tokens per second and bytes of state after each context; the models take turns.
 
-    For a model that reads only shorter sequences, one of the same sizes with a higher limit and random weights is
-    measured.
+    If a model cannot read a context, a model with the same sizes, a higher limit and random weights is measured
+    instead.
     """
     figures: dict[str, list[Decoding]] = {name: [] for name in runs}
     for context in CONTEXTS:
@@ -130,7 +130,7 @@ def _is_long_enough(model: PreTrainedModel, context: int) -> bool:
 
 
 def _long_enough(context: int, recipe: ModelRecipe, trained: PreTrainedModel) -> PreTrainedModel | None:
-    """The trained model if it can read `context` tokens, else a new one of its sizes that can; None if none can."""
+    """The trained model if it can read `context` tokens, else a new model of the same sizes that can, else None."""
     if _is_long_enough(trained, context):
         return trained
     try:

@@ -24,10 +24,10 @@ TOLERANCE = 0.1  # share of the budget by which a row may miss it and still be r
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A validation in the course of a run.
+    """A validation during a run.
 
-    seconds: seconds of training so far, without validations and checkpoints. For the steps before the first line of
-        metrics.jsonl, which include the warm-up, they are computed from the median speed.
+    seconds: seconds of training so far, without validations and checkpoints. The steps before the first line of
+        metrics.jsonl include the warm-up; their seconds are computed from the median speed.
     flops: floating-point operations for the tokens so far.
     """
 
@@ -65,13 +65,13 @@ class RunRecord:
 
     @property
     def result(self) -> Point:
-        """The score that is reported: the final score if there is one, else the last validation."""
+        """The reported score: the final score if there is one, else the score of the last validation."""
         return self.final or self.last
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Generation after `context` tokens: tokens per second, and bytes of the state after these tokens."""
+    """Generation after `context` tokens: the tokens per second, and the bytes of the state after the context."""
 
     context: int
     tokens_per_second: float
@@ -82,9 +82,9 @@ class Decoding:
 class RowRecord:
     """One model of the comparison; figures that need a finished run are None if all runs failed.
 
-    flops_per_token: operations of training per token. choice: the tuned values that were best on the first seed.
+    flops_per_token: training FLOPs per token. choice: the values of the tuned fields that were best on the first seed.
     tuning: the runs that decided the choice. runs: one for each seed. score: mean and spread of the finished runs.
-    answers: number of answers that are scored in a validation on a task; None on a text.
+    answers: number of answers that a validation on a task scores; None on a text.
     colour: number of the row's colour in the report; it does not depend on the rank.
     memory: bytes of the trained model's state after a sequence of its training length.
     """
@@ -122,7 +122,7 @@ class RowRecord:
         return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 
     def used(self, kind: str) -> float:
-        """The training tokens, FLOPs or seconds of a finished run; seconds are the mean over the runs."""
+        """The tokens, FLOPs or seconds of training that a finished run used; seconds are the mean over the runs."""
         tokens = self.max_steps * self.tokens_per_step
         return {"tokens": tokens, "flops": tokens * self.flops_per_token, "seconds": self.seconds or 0.0}[kind]
 
@@ -133,12 +133,12 @@ class Comparison:
 
     measure: the unit of `score`: "bits_per_byte" or "accuracy".
     one_tokenizer: whether all rows were trained on the same tokens, so that losses per token can be compared too.
-    chance: accuracy of the best guess that does not read the sequence; None on a text.
+    chance: accuracy of the best guesses that can be made without reading the sequence; None on a text.
     at_chance: finished rows that are no better than chance. If all rows are, the rows are not ranked.
-    off_budget: rows that missed the budget by more than TOLERANCE of it, and the mean amount that their runs used.
-        If there are such rows, the rows are not ranked.
+    off_budget: rows whose runs missed the budget by more than the share TOLERANCE, and the mean amount that they used.
+        If there are such rows, no row is ranked.
     order: finished rows, the best first; in the order of the sweep if they are not ranked.
-    differences: every row against every better one; none if they are not ranked.
+    differences: the difference between every row and every better row; empty if the rows are not ranked.
     """
 
     title: str
@@ -162,12 +162,12 @@ class Comparison:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the rows can be ranked: all kept to the budget, and at least one is above chance."""
+        """Whether the rows can be ranked: all rows kept to the budget, and at least one is better than chance."""
         return not self.off_budget and not self.has_no_learner
 
     @property
     def has_no_learner(self) -> bool:
-        """Whether every finished row is at chance."""
+        """Whether no finished row is better than chance."""
         return bool(self.order) and len(self.at_chance) == len(self.order)
 
     @property
@@ -184,7 +184,7 @@ class Comparison:
 
     @property
     def ordered(self) -> list[RowRecord]:
-        """The finished rows in `order`, then those that failed."""
+        """The finished rows in `order`, then the failed rows."""
         return [*map(self.row, self.order), *(row for row in self.rows if row.score is None)]
 
     def row(self, name: str) -> RowRecord:
@@ -220,14 +220,14 @@ def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRec
 
 
 def validation_remarks(rows: Sequence[RowRecord], output: Path) -> list[str]:
-    """Sentences on the validation texts of the finished runs in a comparison's folder, one for each different text."""
+    """One sentence for each different validation text of the finished runs in a comparison's folder."""
     texts = (read_json(RunFolder(output / run.folder).data, "run") for row in rows for run in row.finished[:1])
     found = dict.fromkeys(text["validation"].get("summary") for text in texts)
     return [f"Validation text: {summary}." for summary in found if summary]
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:
-    """Whether a run has taken its last step and left its model."""
+    """Whether a run has taken its last step and saved its model."""
     try:
         lines = RunFolder(folder).read_metrics()
     except InputError:  # the run is resumed, which rewrites the file
@@ -257,7 +257,7 @@ def make_row(
 
 
 def _num_answers(plan: Plan) -> int | None:
-    """The number of answers that are scored in a validation on a task; None on a text."""
+    """The number of answers that a validation on a task scores; None on a text."""
     recipe = plan.recipe
     if not is_task(recipe.data.name):
         return None
@@ -271,7 +271,7 @@ def score_of(run: RunRecord, measure: str) -> float:
 
 
 def sign(measure: str) -> int:
-    """1 if a lower score is better, -1 if a higher one is."""
+    """1 if a lower score is better, -1 if a higher score is better."""
     return -1 if measure == "accuracy" else 1
 
 
@@ -287,7 +287,7 @@ def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float
     Its ratio to the best value is the ratio of the best value to its neighbour. Integers are rounded.
 
     Args:
-        tuning: runs with positive values of one field, failed ones too. If all have the same value, the result is None.
+        tuning: runs, also failed ones, with positive values of one field. If all values are equal, the result is None.
         measure: the measure by which the runs are judged.
     """
     best = best_choice(tuning, measure)
@@ -302,7 +302,7 @@ def further_choice(tuning: Sequence[RunRecord], measure: str) -> dict[str, float
 
 
 class Ranking(NamedTuple):
-    """The fields of a Comparison that follow from the scores of its rows."""
+    """The fields of a Comparison that are computed from the scores of its rows."""
 
     at_chance: list[str]
     off_budget: dict[str, float]
@@ -328,5 +328,5 @@ def ranking(rows: Sequence[RowRecord], measure: str, budget: Mapping[str, float]
 
 
 def guesses(row: RowRecord, accuracy: float, chance: float | None, num_rows: int) -> bool:
-    """Whether the accuracy of a row, of `num_rows`, on a task is no better than chance; False on a text."""
+    """Whether a row's accuracy on a task is no better than chance, tested as one of `num_rows`; False on a text."""
     return chance is not None and not is_above_chance(accuracy, chance, row.answers or 0, num_rows)

@@ -117,7 +117,7 @@ def as_html(comparison: Comparison) -> str:
 
 
 def _content(comparison: Comparison) -> dict[str, Any]:
-    """The texts and tables of every report."""
+    """The texts and tables that the Markdown and the HTML report share."""
     rows = comparison.ordered
     texts = [row.recipe["data"] for row in comparison.rows]
     sources = dict.fromkeys(name for data in texts for name in data["mix"] or [data["source"]])
@@ -185,7 +185,7 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
 
 
 def dots(comparison: Comparison) -> list[dict[str, Any]]:
-    """The first chart: seeds, mean and spread of every row, and chance, as positions from 0 to 100."""
+    """The first chart: the seeds, mean and spread of every row, and chance, as positions from 0 to 100 on the axis."""
 
     def significance(difference: Difference | None) -> str:
         if difference is None:

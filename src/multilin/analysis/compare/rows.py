@@ -1,6 +1,6 @@
-"""The rows of a sweep, and plans: recipes with a value for each tuned field, and as many steps as the budget allows.
+"""The rows of a sweep, and their plans: recipes with values of the tuned fields and as many steps as the budget allows.
 
-A row starts from a recipe; first the base and then the row replace its fields. Mistakes are found before training.
+A row starts from a recipe. First the sweep's base and then the row's own fields replace fields of the recipe.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Row:
     """One model of a comparison.
 
     values: nested fields of its recipe, without seed, steps and folder, which are set for each run.
-    recipe: the same fields with all defaults.
+    recipe: the recipe of these fields, with defaults for all others.
     stated: the fields that the sweep itself gives, nested.
     """
 
@@ -86,14 +86,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A row with one choice, ready to be trained.
+    """A row with a choice (one value for each tuned field), ready to be trained.
 
-    recipe: resolved, with the steps of the budget.
-    parameters, embedding_parameters: numbers of all parameters, and of parameters in embeddings and output.
-    flops_per_token: operations of training, see `training_flops_per_token`.
+    recipe: the resolved recipe, with as many steps as the budget allows.
+    parameters, embedding_parameters: number of all parameters, and number of parameters in embeddings and output.
+    flops_per_token: training FLOPs per token, see `training_flops_per_token`.
     text: hash of the prepared text and tokenizer; rows that share it can be compared token by token.
     remarks: sentences for the reader of the report.
-    is_trial: whether the steps are only the trial's share of the budget.
+    is_trial: whether the plan is a trial, which has only a share of the steps.
     """
 
     row: Row
@@ -113,7 +113,7 @@ class Plan:
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
     def trial(self, share: float) -> "Plan":
-        """The plan of a trial, with a share of the steps, validated and saved at its end; with share 1 this plan."""
+        """The plan of a trial: this share of the steps, validated and saved at the end. Share 1 returns this plan."""
         if share == 1:
             return self
         steps = max(1, round(share * self.recipe.training.num_steps))
@@ -124,7 +124,7 @@ class Plan:
         return dataclasses.replace(self, recipe=recipe, is_trial=True)
 
     def run(self, output: str, seed: int) -> Recipe:
-        """The recipe of one run; its folder is OUTPUT/ROW-sSEED-CHOICE, and a trial's ends in `-trial`."""
+        """The recipe of one run. The run's folder is OUTPUT/ROW-sSEED-CHOICE, followed by `-trial` for a trial."""
         training = dataclasses.replace(self.recipe.training, seed=seed)
         parts = [self.row.name, f"s{seed}", *_parts(self.choice)] + (["trial"] if self.is_trial else [])
         folder = Path(output, "-".join(parts))
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def speed_name(self) -> str:
-        """The plan's name in speed.json, without fields of optimizer and schedule that do not change the speed."""
+        """The name in speed.json. Fields of optimizer and schedule that do not change the speed are left out."""
         free = ("optimizer", "schedule")
         costly = {
             name: v for name, v in self.choice.items() if name == "optimizer.name" or name.split(".")[0] not in free
@@ -144,7 +144,7 @@ def rows_of(sweep: Sweep) -> list[Row]:
     """Return every row of a sweep with its whole recipe.
 
     Raises:
-        InputError: an unknown field or recipe, a wrong value, or a field that the sweep decides.
+        InputError: an unknown field or recipe, a wrong value, or a field that only the sweep may set.
     """
     base = nested(sweep.base, "base")
     if sweep.task is not None:
@@ -197,7 +197,7 @@ def _start(name: str, recipe: Any, stated: Values, task: str | None) -> Values:
 
 
 def _parts(choice: Choice) -> list[str]:
-    """The parts of a folder's name that give the values of a choice."""
+    """The parts of a run folder's name that show the values of a choice."""
     parts = []
     for name, value in choice.items():
         short = f"{value:g}" if isinstance(value, float) else str(value)
@@ -255,7 +255,7 @@ def _plan(row: Row, choice: Choice, progress: TrainingProgress) -> Plan:
 
 
 def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) -> list[Plan]:
-    """The plans with as many steps as the budget allows, validated and saved at equal intervals."""
+    """The plans with as many steps as the budget allows, and with validations and checkpoints at equal intervals."""
     ((kind, amount),) = sweep.budget.given.items()
     seconds = seconds_per_step(Path(sweep.output), plans, progress) if kind == "seconds" else {}
     result = []
@@ -288,7 +288,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
 
 
 def seconds_per_step(output: Path, plans: list[Plan], progress: TrainingProgress) -> dict[str, float]:
-    """The median seconds of a step, by `speed_name`. A resumed comparison reads them, and so has the same steps."""
+    """The median seconds of a step, by `speed_name`. A resumed comparison reads them, so its steps are the same."""
     path = output / SPEED_FILE
     speeds = read_speeds(path) if path.is_file() else {}
     times: dict[str, list[float]] = {}
@@ -315,7 +315,7 @@ def read_speeds(path: Path) -> dict[str, float]:
 
 
 def _step_times(plan: Plan) -> list[float]:
-    """Measure the seconds of steps in a short run, which does not fail if the loss is not finite.
+    """Measure the seconds of each step in a short run, which does not fail if the loss is not finite.
 
     Raises:
         TrainingInterrupted: SIGINT or SIGTERM.

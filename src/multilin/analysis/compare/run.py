@@ -47,8 +47,8 @@ def compare(sweep: Sweep, *, overwrite: bool = False, progress: TrainingProgress
         progress: shows every run; None shows nothing.
 
     Raises:
-        InputError: a row that cannot be trained, or a folder with runs of another sweep. Nothing was trained then.
-        TrainingInterrupted: SIGINT or SIGTERM came. A checkpoint was saved, from which the same call resumes.
+        InputError: a row that cannot be trained, or a folder with runs of another sweep. It is raised before training.
+        TrainingInterrupted: SIGINT or SIGTERM came. A checkpoint was saved; a call without `overwrite` resumes it.
     """
     if num_processes() > 1:
         raise InputError("compare: runs in one process; start it without torchrun")
@@ -113,7 +113,7 @@ class _Training:
         self._trained: dict[str, RunRecord] = {}
 
     def begin(self, plans: list[Plan]) -> None:
-        """Count the runs, and check the folders that are known so far; to overwrite, clear all folders of the rows."""
+        """Count the runs and check the folders known before tuning. With `overwrite`, clear all folders of the rows."""
         for plan in plans:
             trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
             is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # its run is the best trial
@@ -135,7 +135,7 @@ class _Training:
                         RunFolder(path.parent).clear()
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
-        """A row's plan with another choice, cached."""
+        """A row's plan with another choice; it is made only once."""
         name = f"{plan.row.name} {choice}"
         if name not in self._plans:
             self._plans[name] = plan_choice(self.sweep, plan, choice, self.progress)
@@ -156,7 +156,7 @@ class _Training:
             )
 
     def tune(self, plan: Plan) -> list[RunRecord]:
-        """Try the choices of every stage on the first seed, then values beyond the ends; return a row's trials.
+        """Try a row's choices of every stage on the first seed, then values beyond the tried ones; return the trials.
 
         Each stage starts from the best choice so far. A choice that was tried before is not tried again.
         """
@@ -222,7 +222,7 @@ class _Training:
         return plan.recipe.training.num_steps * plan.tokens_per_step * plan.flops_per_token
 
     def _seconds_after(self, plan: Plan, seconds: float) -> float:
-        """Estimate the seconds of all later runs. A row without a finished run counts as fast as this run."""
+        """Estimate the seconds of all later runs. A row without a finished run is assumed to be as fast as this run."""
         here = self._work_of(plan)
         left = self._work | {plan.row.name: self._work[plan.row.name] - here}
         done = {plan.row.name: (here, seconds)} | self._done

@@ -28,7 +28,7 @@ class Difference:
     share: the difference divided by the bits per byte, or the share of wrong answers, of `one`; None if that is 0.
     interval: the 95 % confidence interval of the difference.
     p: probability of a difference at least this large between rows that do not differ, corrected by Holm's method for
-        all pairs that were tested.
+        the number of tested pairs.
     unknown: why there is no interval and no p; empty if there are both.
     """
 
@@ -77,7 +77,7 @@ def _tested(difference: Difference, one: Spread, other: Spread) -> Difference:
 
         t = (m1 - m2) / sqrt(v1 + v2)      v = s^2 / n      df = (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1))
 
-    There is no test for fewer than three values, nor for equal ones, whose true variance is not known.
+    Rows with fewer than three values are not tested, nor are rows with equal values, whose true variance is unknown.
     """
     if min(one.count, other.count) < FEWEST_SEEDS:
         return dataclasses.replace(difference, unknown="too few seeds for a test")
@@ -92,7 +92,7 @@ def _tested(difference: Difference, one: Spread, other: Spread) -> Difference:
 
 
 def _corrected(differences: list[Difference]) -> list[Difference]:
-    """Correct p by Holm's method: the smallest of m is multiplied by m, the next by m - 1, ...; none may decrease."""
+    """Correct p by Holm's method: multiply the smallest of m values by m, the next by m - 1, ..., keeping the order."""
     tested = sorted((d.p, place) for place, d in enumerate(differences) if d.p is not None)
     largest = 0.0
     for rank, (p, place) in enumerate(tested):

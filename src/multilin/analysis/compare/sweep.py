@@ -89,7 +89,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         task: a task to train the models on, unless a sweep file gives one.
 
     Raises:
-        InputError: neither a sweep, a recipe nor a model, or too few rows to compare.
+        InputError: a name of no sweep, recipe or model, or too few rows to compare.
     """
     if not names:
         return builtin_sweep(task)
@@ -121,7 +121,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
 
 
 def _row_name(recipe: str) -> str:
-    """The row's name for a recipe: the name of its file or run, with _ for characters that are not allowed."""
+    """A row's name, made from the name of a recipe's file or run, with _ for characters that are not allowed."""
     path = Path(recipe)
     return re.sub(r"[^\w.+-]", "_", path.stem if path.suffix in (".yaml", ".yml") else path.resolve().name)
 
@@ -165,7 +165,7 @@ def _over(other: Sweep, sweep: Sweep) -> Sweep:
 
 
 def nested(values: Mapping[str, Any], where: str) -> Values:
-    """Turn dotted names into nested dictionaries. `where` is their section of the sweep file, or `--` for flags.
+    """Turn dotted names into nested dictionaries. `where` is the names' section of the sweep file, or `--` for flags.
 
     Raises:
         InputError: a field that the sweep decides.
@@ -182,7 +182,7 @@ def check_sweep(sweep: Sweep) -> None:
     """Check the conditions that the types of the fields cannot express.
 
     Raises:
-        InputError: no rows, a name that no folder can have, equal seeds, not one budget, a field that cannot be tuned.
+        InputError: no rows, a name unfit for a folder, equal seeds, not one budget, a field that is not tunable.
     """
     if not sweep.rows:
         raise InputError("rows: none given; a sweep compares at least one row")
@@ -226,9 +226,9 @@ def changed(
     Args:
         sweep: the sweep of a file, or the built-in one.
         budget: replaces the sweep's budget, unless it is empty.
-        num_seeds: number of seeds, which are 0, 1, ...; None keeps the sweep's seeds.
+        num_seeds: train each row with this number of seeds: 0, 1, ...; None keeps the sweep's seeds.
         task: replaces the sweep's task; None keeps it.
-        changes: dotted fields of every row's recipe to their values; `output` changes the sweep's field.
+        changes: dotted fields of every row's recipe, with their values; `output` changes the folder of the sweep.
         only: names of the rows to keep; None keeps all.
 
     Raises:
@@ -263,7 +263,7 @@ def changed(
 
 
 def _frame(recipe: Recipe, *, with_text: bool) -> Values:
-    """The fields of a recipe for the models that are compared with it: sizes, batches, and the text if `with_text`."""
+    """The fields that other models take from a recipe to be comparable: sizes, batches, and the text if `with_text`."""
     values, model = dataclasses.asdict(recipe), recipe.model
     num_layers = len(model.layers) if model.layers else model.num_layers
     sizes = {"hidden_size": model.hidden_size, "n_positions": model.n_positions}
@@ -275,7 +275,7 @@ def _frame(recipe: Recipe, *, with_text: bool) -> Values:
 
 
 def _is_extendable(stages: Sequence[Mapping[str, list[Any]]]) -> bool:
-    """True for one stage of one field with two or more distinct positive numbers or multiples."""
+    """True if there is one stage, of one field, with two or more different values: positive numbers or multiples."""
     if len(stages) != 1 or len(stages[0]) != 1:
         return False
     (tried,) = stages[0].values()
@@ -283,10 +283,10 @@ def _is_extendable(stages: Sequence[Mapping[str, list[Any]]]) -> bool:
 
 
 def choices_of(stage: Mapping[str, list[Any]], best: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every combination of a stage's values, with the best choice so far for the other fields.
+    """Return every combination of a stage's values; all other fields get their best values so far.
 
     Args:
-        stage: fields to the values tried; `x0.5` is half of the best value so far.
+        stage: for each field, the values to try; `x0.5` is half of the best value so far.
         best: the best value so far of every field of all stages.
 
     Raises:
@@ -307,7 +307,7 @@ def _is_positive(value: Any) -> bool:
 def _value(name: str, value: Any, best: Any) -> Any:
     """The value that an entry of a stage gives; a multiple such as `x0.5` multiplies the best value so far.
 
-    YAML reads 0 and 1 as integers. If the best value is a float they become floats: multiples of integers are rounded.
+    YAML reads 0 and 1 as integers. If the best value is a float, both become floats: multiples of integers are rounded.
     """
     factor = _MULTIPLE.fullmatch(value) if isinstance(value, str) else None
     if factor is None:

@@ -1,1 +1,1 @@
-"""Scores of a trained model: on a text, broken down by position, kind of token and document; and on lm-eval tasks."""
+"""Score a trained model on a text, broken down by position, kind of token and document, or on lm-eval tasks."""

@@ -36,7 +36,7 @@ class Part:
 
     @property
     def loss(self) -> float:
-        """Mean nats per token."""
+        """The mean loss per token, in nats."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
@@ -49,11 +49,11 @@ class Part:
 class Breakdown:
     """A score and its parts. In each list of parts, every scored token belongs to exactly one part.
 
-    by_position: by the number of earlier tokens, the start token included, in bins that double in size.
-    by_document: one part per document with a scored token, in order; its name is the number of the document.
-    by_class: by the kind of token, one of `CLASSES`.
-    by_frequency: by the token's rank in this text, most frequent first.
-    openings: number to first words, for the best and worst documents.
+    by_position: grouped by the number of earlier tokens, including the start token, in bins that double in size.
+    by_document: one part per document with a scored token, in order; the part's name is the number of the document.
+    by_class: grouped by the kind of token, one of `CLASSES`.
+    by_frequency: grouped by the token's rank among the tokens of this text, the most frequent first.
+    openings: the first words of the best and worst documents, by document number.
     """
 
     evaluation: Evaluation
@@ -70,7 +70,7 @@ class Breakdown:
 
 
 class _Tally:
-    """The sums of tokens, bytes and nats of each group; groups are numbered."""
+    """The numbers of tokens and bytes and the sum of losses in nats, for each of several numbered groups."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.sums = names, np.zeros((3, len(names)))
@@ -130,7 +130,7 @@ class TokenKinds:
     """Sorts the tokens of a vocabulary into CLASSES, by their text and the text of the token before.
 
     A token starts a word if it begins with a letter and follows a space or a token that does not end in a letter or
-    digit. Parts of characters, special tokens and other signs are "other".
+    digit. Parts of characters, special tokens and all other tokens are "other".
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
@@ -143,7 +143,7 @@ class TokenKinds:
         self._ends_word = np.array([text[-1:].isalnum() for text in all_texts])
 
     def classes(self, tokens: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The class of each token, given the token before it, as an index into CLASSES."""
+        """The class of each token as an index into CLASSES; it also depends on the token before."""
         kinds = self._kind[tokens]
         goes_on = self._ends_word[before] & ~self._begins_apart[tokens]
         return np.where((kinds == CLASSES.index("word start")) & goes_on, CLASSES.index("word continuation"), kinds)
@@ -172,7 +172,7 @@ def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def as_data(breakdown: Breakdown) -> dict[str, Any]:
-    """The score and its parts as plain data; documents are summed up by number, quantiles, best and worst."""
+    """The score and its parts as plain data; documents only as their number, quantiles, and the best and worst."""
     return dataclasses.asdict(breakdown.evaluation) | {
         "by_position": _data(breakdown.by_position),
         "by_document": _documents(breakdown),

@@ -41,7 +41,7 @@ def break_down_run(
 ) -> Breakdown:
     """Score a run on a text, as a whole and by groups of tokens.
 
-    The text is read in blocks, see `block_size`.
+    By default the text is read in blocks, see `block_size`.
 
     Args:
         run: the model and its tokenizer.
@@ -110,14 +110,14 @@ def validation_text(run: Run, recipe: Recipe | None, progress: Progress = no_pro
 
 
 def _text_identity(folder: Path) -> str | None:
-    """The identity of the text of a run, as recorded in its folder; None if it is not recorded."""
+    """The identity of a run's text, as recorded in the run's folder; None if it is not recorded."""
     path = RunFolder(folder).data
     content = read_json(path, "run") if path.is_file() else None
     return content.get("content") if isinstance(content, dict) else None
 
 
 def block_size(run: Run, recipe: Recipe | None) -> int:
-    """The tokens in a block: as in training; without a recipe, as many as the model can read, or `BLOCK_SIZE`."""
+    """Tokens in a block: as in training; without a recipe, the most that the model can read, else `BLOCK_SIZE`."""
     return recipe.model.n_positions if recipe else run.longest_text or BLOCK_SIZE
 
 
@@ -133,10 +133,10 @@ def read_whole(
 
     In conversations only the tokens of answers are scored.
 
-    The state carries the past from chunk to chunk, so memory does not grow with the length of the document.
+    The model's state is passed from chunk to chunk, so memory does not grow with the length of the document.
 
     Args:
-        model: a model without a longest text; its training mode is not changed.
+        model: a model that reads texts of any length; it stays in training or evaluation mode.
         packed: the text, packed with the model's tokenizer.
         chunk_tokens: tokens in one forward pass; the losses do not depend on it.
         max_tokens: stop after about this many tokens.
@@ -163,10 +163,10 @@ def read_whole(
 
 
 def check_reads_any_length(run: Run) -> MultilinForCausalLM:
-    """Return the model of a run if it reads texts of any length in constant memory; else fail.
+    """Return the model of a run if the model reads texts of any length in constant memory; else fail.
 
     Raises:
-        InputError: the model has a longest text, or is not a model of multilin.
+        InputError: the model can read only texts up to some length, or is not a model of multilin.
     """
     if run.longest_text is not None:
         raise InputError(

@@ -30,9 +30,9 @@ class MultilinLM(HFLM):
     """A run as a model of lm-eval.
 
     Texts are cut into windows as in `evaluate`: a window predicts as many tokens as a block, the start token precedes a
-    text, and special tokens that a text spells out are read as text. If the last window is full, `bits_per_byte` and
-    `byte_perplexity` therefore equal the results of `evaluate`. If it is not, lm-eval gives the model more context
-    there. In tasks that are not about whole texts, contexts have no start token, which is lm-eval's default.
+    text, and special tokens spelled out in a text are read as text. If the last window is full, `bits_per_byte` and
+    `byte_perplexity` therefore equal the results of `evaluate`. Otherwise lm-eval gives the last window more context.
+    In tasks that do not score whole texts, contexts have no start token; this is lm-eval's default.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Explaining what a trained model reads in a text: the weights of its layers, checked by removing each token."""
+"""Explain what a trained model reads in a text: show the weights of its layers, and check them by removing tokens."""
 
 from multilin.analysis.explain.explanation import Explanation, explain
 

@@ -1,4 +1,4 @@
-"""What a model reads in a text: the weights of its forward pass, and the effects of removing each token.
+"""What a model reads in a text: its weights on earlier tokens, and how removing each token changes predictions.
 
 Each token is removed in turn, and the model reads the text again.
 """
@@ -44,7 +44,7 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """Log probabilities (B, T, V) in float64, at the last `kept` positions (0: all). `positions_BT` are optional."""
+    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; all positions if it is 0."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
         # Without a mask, transformers would read a gap in the positions as the start of another text.
@@ -59,9 +59,9 @@ def measure_removal(
 ) -> Removal:
     """Remove each token but the first and read the text again.
 
-    The other tokens keep their positions if the model has positions; otherwise the removal of an early token would
-    mostly measure the shift of all others. A window that contains the gap reaches one token further back. Without
-    token s, the prediction after it is the one after token s - 1. `progress` is called with the number of tokens done.
+    If the model has positions, the other tokens keep theirs; else removing an early token would mostly measure the
+    shift of all later ones. A window that contains the gap reaches one token further back. The prediction after a
+    removed token s is the prediction after token s - 1. `progress` is called with the number of tokens done.
 
     Cost: T - 1 forward passes over T - 1 tokens.
     """
@@ -88,9 +88,9 @@ def measure_removal(
 class Agreement:
     """How well the weights of tokens agree with the effects of removing them.
 
-    correlation: mean over positions of Spearman's rank correlation between the weights of the tokens that the position
-        reads and the divergences that their removal causes there; None if no position reads enough tokens.
-    nearness: the same correlation for the nearness of the tokens instead of their weights.
+    correlation: mean over positions of Spearman's rank correlation between the weights of the tokens that a position
+        reads and the divergences at this position after their removal; None if no position reads enough tokens.
+    nearness: the same correlation, with the nearness of the tokens to the position instead of their weights.
     positions: number of positions in the mean.
     """
 
@@ -122,7 +122,7 @@ def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, f
 
 
 def rank_correlation(left: NDArray[np.generic], right: NDArray[np.generic]) -> float | None:
-    """Spearman's rank correlation, with mean ranks for ties; None if all values of one side are equal."""
+    """Spearman's rank correlation, with mean ranks for ties; None if all values of one argument are equal."""
     ranks = np.stack([_ranks(left), _ranks(right)])
     return None if 0 in np.ptp(ranks, axis=1) else float(np.asarray(np.corrcoef(ranks))[0, 1])
 
@@ -150,7 +150,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        """A readable name: `layer 2, pool_queries`."""
+        """A readable name, such as `layer 2, pool_queries`."""
         if self.layer == 0:
             return "mean of all layers"
         return f"layer {self.layer}{', ' if self.name else ''}{self.name}"
@@ -168,7 +168,7 @@ class Explanation:
     token_ids: (T,) the text.
     losses: (T - 1,) -ln p of each token after the start token, in nats.
     guesses: the likeliest next tokens after each token, (id, probability).
-    steps: first the mean over all layers, if every weight is a share; empty for a model without readable weights.
+    steps: the steps of all layers, after their mean if every weight is a share; empty if no weights can be read.
     removal: effects of removing tokens; None if they were not measured.
     """
 
@@ -185,7 +185,7 @@ class Explanation:
 
     @property
     def last_effects_S(self) -> NDArray[np.float64] | None:
-        """The divergences at the last position; nan for its own token, whose effect is far larger than the others."""
+        """The divergences at the last position; nan for the last token, whose effect is by far the largest."""
         return None if self.removal is None else np.append(self.removal.divergence_TS[-1, :-1], np.nan)
 
 
@@ -200,15 +200,15 @@ def explain(
     """Record the weights with which each position reads a text, and the effect of removing each token.
 
     Args:
-        model: a causal language model of transformers, in evaluation mode. For models that are not of multilin, the
-            weights are the attention weights, if the model returns them.
+        model: a causal language model of transformers, in evaluation mode. For models that multilin does not define,
+            the weights are the attention weights, if the model returns them.
         token_ids: the text, its start token first.
         remove: measure the effects of removing each token.
-        batch_size: sequences, each without one token, in one forward pass.
+        batch_size: sequences in one forward pass, each without one token.
         progress: called with the number of tokens removed.
 
     Raises:
-        InputError: no token after the start token, or more than the model can read.
+        InputError: the text has no token after the start token, or more tokens than the model can read.
     """
     num_tokens, longest = len(token_ids), longest_text(model.config)
     if num_tokens < 2:
@@ -232,13 +232,13 @@ def explain(
 
 
 def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
-    """The indices of at most `number` values, those of largest size first, without 0 and nan."""
+    """The indices of the `number` values with the largest absolute values, the largest first, without 0 and nan."""
     sizes_S = np.abs(np.nan_to_num(values_S))
     return [int(place) for place in np.argsort(-sizes_S, kind="stable")[:number] if sizes_S[place]]
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """Turn values (..., S) of tokens into (..., C) of characters: each gets the largest in size of its tokens'."""
+    """Turn values (..., S) of tokens into (..., C): each character gets its tokens' value of largest size."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)
@@ -254,7 +254,7 @@ def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> S
 
 
 def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    """The layer, name and reading of every step; before them their mean, if all weights of several are shares."""
+    """The layer, name and reading of every step; if there are several and all weights are shares, first the mean."""
     readings = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
     if len(readings) > 1 and all(reading.is_share for _, _, reading in readings):
         return [(0, "", _mean([reading for _, _, reading in readings])), *readings]

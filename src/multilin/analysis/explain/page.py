@@ -31,7 +31,7 @@ LINES = 40  # lines of text in a panel of the picture
 
 
 def write_files(report: Report, folder: Path) -> list[Path]:
-    """Write explain.html, explain.png and explain.json, each complete or not at all."""
+    """Write explain.html, explain.png and explain.json; if it fails, no file is left incomplete."""
     contents: dict[str, str | bytes] = {"html": page(report), "png": picture(report), "json": as_json(report)}
     paths = [folder / f"explain.{suffix}" for suffix in contents]
     with locked_folder("--output", folder):  # removes a new folder if it is not writable
@@ -44,7 +44,7 @@ def as_json(report: Report) -> str:
     """The explanation as JSON, with the meaning of every number.
 
     Weights and effects have one row per position: {"first": s, "values": [...]} holds the values of tokens s, s + 1 and
-    so on. The position reads no token outside its row, and removing such a token has no effect on it.
+    so on. A position reads no token outside its row, and removing such a token has no effect on the position.
     """
     names = {"answer": answer(report), "finding": finding(report.explanation)}
     names |= {"run": report.run, "source": report.source}
@@ -135,7 +135,7 @@ def _rounded(value: float) -> float | None:
 
 
 def picture(report: Report) -> bytes:
-    """Draw a PNG: the text coloured by the weights at its last position, and by the effects of removal there."""
+    """Draw a PNG: the text coloured by the weights at the last position, and by the effects of removals on it."""
     from matplotlib.figure import Figure
 
     panels, pieces = _panels(report), list(_pieces([text for _, text in report.characters]))
@@ -172,7 +172,7 @@ def _panels(report: Report) -> list[tuple[str, NDArray[np.float64]]]:
 
 
 def _pieces(texts: list[str]) -> Iterator[tuple[int, int, int, str]]:
-    """Break texts at newlines and at full lines; yield number of the text, line, column and piece."""
+    """Break texts at newlines and where lines are full. Yield the index of the text, line, column and piece."""
     line = column = 0
     for index, text in enumerate(["⊢", *texts[1:]]):
         for number, part in enumerate(text.split("\n")):

@@ -1,4 +1,4 @@
-"""Explaining a trained model: the choice of a text, the meaning of the numbers, the answer and the finding in words."""
+"""Explain a trained model: choose a text, describe the numbers, and say in words what the weights show."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class Report:
     """An explanation, with the texts that its page shows.
 
     run: folder of the run. source: origin of the text, in words. tokens: text of each token, the start token first.
-    characters: number of tokens and text of each shortest run of whole characters, see `whole_characters`.
+    characters: number of tokens and text of each group of tokens that forms whole characters.
     texts: text of every token id in the explanation.
     """
 
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def labels(self) -> list[str]:
-        """A label for each token: its quoted text, or for a part of a character `'世' (2 of 3)`."""
+        """A label for each token: its quoted text, or `'世' (2 of 3)` for a part of a character."""
         return [
             repr(text) + (f" ({place} of {num_tokens})" if num_tokens > 1 else "")
             for num_tokens, text in self.characters

@@ -1,4 +1,4 @@
-"""The JSON of answers, either whole or in the pieces of a stream."""
+"""The JSON of answers, either whole or as the pieces of a stream."""
 
 import secrets
 import time
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class Form:
-    """The answers to one kind of request.
+    """The form of answers to one kind of request.
 
     Attributes:
         kind, chunk_kind: the field `object` of an answer, and of a piece of a stream.
@@ -23,7 +23,7 @@ class Form:
     Args:
         service: the model and its name.
         has_logprobs: whether answers report the probabilities of tokens.
-        include_usage: whether a stream ends with the numbers of tokens.
+        include_usage: whether a stream ends with a piece that has the numbers of tokens.
     """
 
     kind = chunk_kind = prefix = ""
@@ -49,7 +49,7 @@ class Form:
         raise NotImplementedError
 
     def pieces(self, index: int, piece: Piece, result: Result) -> Iterator[Json]:
-        """The pieces for new text of a sequence, and for its end."""
+        """The pieces for new text of a sequence, and for the sequence's end."""
         if piece.text or piece.tokens:
             yield self._object(self.chunk_kind, {"index": index, **self._delta(index, piece), "finish_reason": None})
         if result.finish_reason is not None:
@@ -123,7 +123,7 @@ class CompletionForm(Form):
         }  # fmt: skip
 
     def _offset(self, index: int, token: int, num_before: int) -> int:
-        """The characters of the answer before a token; `num_before` counts new ones (-1: in the prompt)."""
+        """The number of characters before a token; `num_before` counts only new ones (-1: a token of the prompt)."""
         if num_before >= 0:
             return len(self.echoes[index]) + num_before
         stream = self._prompts[index]
@@ -170,7 +170,7 @@ def _end(result: Result) -> Json:
 
 
 def _totals(generation: Generation) -> Json:
-    """The fields with the numbers of tokens and the session."""
+    """The fields of an answer with the numbers of tokens and the session."""
     num_prompt, num_generated = generation.num_prompt_tokens, generation.num_generated
     usage = {
         "prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": num_prompt + num_generated,

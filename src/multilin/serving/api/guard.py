@@ -1,4 +1,4 @@
-"""The ASGI middleware that checks the key and size of every request and counts its answer."""
+"""The ASGI middleware that checks the key and size of every request and counts the answers."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,7 @@ class Guard:
         origins: origins of other web pages that may make requests; `*` allows all.
         body_bytes: largest size of a body in bytes.
         is_loopback: refuse requests whose Host header does not name this machine, and requests of other pages. A
-            website could make a browser on this machine send both, the former by a domain with this address.
+            website could make a browser on this machine send both; for the former, its domain resolves to this address.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Guard:
         return hashlib.sha256(b"owner" + digest).hexdigest()[:16]
 
     def _limited(self, connection: HTTPConnection, receive: Receive) -> Receive:
-        """Return `receive` with limits on the size and the time of the body."""
+        """Return `receive` with limits on the body's size and on the time until it has arrived."""
         deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         too_large = ApiError(
             413, f"body: too large; this server takes at most {self.body_bytes} bytes", None, "body_too_large"

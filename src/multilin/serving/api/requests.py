@@ -28,7 +28,7 @@ IDLE: dict[str, list[Any]] = {
 
 
 def _is_idle(value: Any, idle: Any) -> bool:
-    """True if a value equals `idle`, or is an object whose members are null or equal those of `idle`."""
+    """True if a value equals `idle`, or is an object whose members are null or equal to the members of `idle`."""
     if isinstance(value, dict) and isinstance(idle, dict):
         return all(member is None or _is_idle(member, idle.get(name)) for name, member in value.items())
     return type(value) is type(idle) and bool(value == idle)
@@ -42,7 +42,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_idle_fields(cls, body: Any) -> Any:
-        """Drop nulls and values that change nothing; clients send messages of answers back with null fields."""
+        """Drop nulls and values that change nothing. Clients send received messages back, which have null fields."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
@@ -61,7 +61,7 @@ class StreamOptions(Body):
 
 
 class TextRequest(Body):
-    """The fields that both kinds of requests for text share."""
+    """The fields that completion requests and chat requests share."""
 
     model: Name | None = None
     max_tokens: Number | None = None

@@ -1,4 +1,4 @@
-"""The endpoints that generate text, and those that describe the model and the server."""
+"""The endpoints that generate text, and the endpoints that describe the model and the server."""
 
 import asyncio
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ async def get_service(request: Request) -> Service:
 
 
 async def get_owner(request: Request) -> str:
-    """The owner of the request, which the guard finds by the API key."""
+    """The user who made the request; the guard finds the user by the API key."""
     owner: str = request.scope["owner"]
     return owner
 
@@ -69,7 +69,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
 
 
 def _prompts(service: Service, body: CompletionRequest, before: Turn | None) -> list[Prompt]:
-    """The prompts of a request. Strings get a start token at the beginning of a text; lists of tokens do not."""
+    """The prompts of a request. A string that begins a text gets a start token; a list of tokens does not."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
@@ -112,7 +112,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
 
 @router.get("/v1/models")
 async def models(service: Served) -> Response:
-    """List the models; there is always one."""
+    """List the models; there is always exactly one."""
     return JsonResponse({"object": "list", "data": [_model(service)]})
 
 
@@ -166,7 +166,7 @@ def find_session(service: Service, owner: str, session_id: str) -> Session:
 
 
 def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
-    """Return the session that a request continues and its last turn, each None if there is none."""
+    """Return the session that a request continues, or None, and the session's last turn, or None."""
     if session_id is None:
         return None, None
     session = find_session(service, owner, session_id)

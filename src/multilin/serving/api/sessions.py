@@ -24,13 +24,13 @@ Json = dict[str, Any]
 
 @router.get("/v1/sessions")
 def list_sessions(service: Served, owner: Owner) -> Response:
-    """List all sessions, the last changed first."""
+    """List all sessions, the most recently changed first."""
     return JsonResponse({"object": "list", "data": [_summary(session) for session in service.sessions.all(owner)]})
 
 
 @router.post("/v1/sessions")
 async def create_session(request: Request, service: Served, owner: Owner) -> Response:
-    """Create a session: empty, from a turn, or from a state file that is the body."""
+    """Create a session: empty, from a turn, or from a state file that is the body of the request."""
     content = await request.body()
     if request.headers.get("content-type", "").partition(";")[0] == STATE:
         turn = await asyncio.to_thread(service.import_state, owner, content)
@@ -50,7 +50,7 @@ def get_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.post("/v1/sessions/{session_id}/fork")
 def fork_session(session_id: str, service: Served, owner: Owner, body: SessionRequest | None = None) -> Response:
-    """Copy a session into a new one, with its turns up to a given turn, or all."""
+    """Copy a session into a new one, with its turns up to a given turn, or with all turns."""
     with service.sessions.sharing:
         session = find_session(service, owner, session_id)
         num_turns = len(session.turns)
@@ -88,14 +88,14 @@ def get_reading(
     session_id: str, request: Request, service: Served, owner: Owner, turn: str | None = None,
     step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> Response:  # fmt: skip
-    """Show with what weights each token reads earlier ones in the text up to a turn, by default the last turn."""
+    """Show the weights with which tokens read earlier tokens, in the text up to a turn (by default the last)."""
     wanted = _check_turn(find_session(service, owner, session_id), turn)
     return JsonResponse(request.app.state.readings.get(_find_turn(service, owner, wanted), step))
 
 
 @router.post("/v1/sessions/{session_id}/stop")
 def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """End the present answer of a session early and keep its turn. If a client disconnects, the turn is dropped."""
+    """End a session's present answer early but keep its turn, unlike when a client disconnects."""
     find_session(service, owner, session_id)
     generation = service.busy.get(session_id)
     if generation is not None:
@@ -105,7 +105,7 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and those of its turns that no other session has."""
+    """Delete a session, and all its turns that no other session has."""
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)
@@ -117,7 +117,7 @@ def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 
 def _check_turn(session: Session, turn: str | None) -> str:
-    """Return the id of a session's turn, by default the last; fails if the session does not have the turn."""
+    """Return the id of a turn of the session, by default the last; fails if the session does not have it."""
     wanted = turn or (session.turns[-1] if session.turns else None)
     if wanted is None:
         raise ApiError(404, "turn: the session has no turn yet", "turn", NOT_FOUND)

@@ -18,7 +18,7 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # st
 
 
 def to_json(value: Any) -> bytes:
-    """Encode as JSON in UTF-8. Line ends are escaped, as are lone surrogates, which UTF-8 cannot encode."""
+    """Encode as JSON in UTF-8. Escape line ends, and lone surrogates, which UTF-8 cannot encode."""
     try:
         return inputs.to_json(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
     except UnicodeEncodeError:
@@ -31,7 +31,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """The body of the response: the data as JSON."""
         return to_json(content)
 
 
@@ -53,7 +53,7 @@ class Answer(Response):
         self.generation, self.form = generation, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; if the client disconnects meanwhile, end the generation."""
+        """Send the answer; if the client disconnects before it is sent, end the generation."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await (self._stream(send) if self.generation.ask.is_streamed else self._whole(scope, receive, send))

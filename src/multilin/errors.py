@@ -34,7 +34,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
     """Turn errors of other libraries, which have many types, into an InputError.
 
     Args:
-        sentence: makes the message from the error's type and text, given as one line.
+        sentence: function that makes the message from the error's type and text, both in one line.
         kind: the type of the errors to turn.
     """
     try:
@@ -69,7 +69,7 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """A hint to append to a message: `; did you mean 'window'?`, or nothing if no choice is similar enough.
 
     Args:
-        word, choices: the given word, and the known ones.
+        word, choices: the given word, and the known words.
         cutoff: the least similarity, from 0 to 1: the share of letters that two words have in the same order.
     """
     matches = difflib.get_close_matches(word[:LONGEST_VALUE], list(choices), n=1, cutoff=cutoff)

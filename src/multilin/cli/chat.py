@@ -87,7 +87,7 @@ class _Talk:
     system: instructions, which are sent before the first message.
     answers: number of answers in each branch since it began.
     place: index of the current branch.
-    begins_with_state: whether it began from a state file, whose text cannot be dropped.
+    begins_with_state: whether the conversation began from a state file; the file's text cannot be dropped.
     """
 
     branches: "list[Conversation]"
@@ -177,7 +177,7 @@ def _is_address(target: str) -> bool:
 
 
 def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | None:
-    """Refuse flags that exclude each other; returns the content of the state file."""
+    """Refuse flags that exclude each other; return the content of the state file."""
     if settings.num_beams > 1:
         raise InputError(f"num_beams: {settings.num_beams} given, but chat has no beam search; leave it out")
     state = None if arguments.state is None else read_bytes(arguments.state, "--state", LARGEST_STATE)
@@ -193,7 +193,7 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
 
 @contextlib.contextmanager
 def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes | None) -> "Iterator[Conversation]":
-    """The first branch of a conversation; its client, and the server for a folder, close when the block ends."""
+    """Open the first branch of a conversation; when the block ends, close its client, and the server of a folder."""
     from multilin.serving.conversation import Conversation, connect
 
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes
 
 @contextlib.contextmanager
 def _serving(folder: Path, engine_name: EngineName, settings: GenerationSettings) -> Iterator[tuple[str, str]]:
-    """A server for a folder, closed when the block ends: its address, and a key that only this process knows."""
+    """Serve a folder until the block ends; yield the server's address and a key that only this process knows."""
     with open_at_once(folder, engine_name) as (engine, codec):
         from multilin.serving.app import Server, create_app
         from multilin.serving.service import Service

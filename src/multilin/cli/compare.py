@@ -63,7 +63,7 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 def _next(
     arguments: CompareArguments, changes: Changes, sweep: Sweep, comparison: "Comparison"
 ) -> Iterator[list[object]]:
-    """The next commands: they use the best row, or may find out which row is best."""
+    """The commands to type next: use the best row, or run more to find out which row is best."""
     given = {name: value for name, value in vars(arguments).items() if name not in ("rows", "overwrite")} | changes
 
     def again(**changed: object) -> list[object]:

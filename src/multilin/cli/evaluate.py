@@ -170,7 +170,7 @@ def _print_breakdown(data: Mapping[str, Any]) -> None:
 
 
 def _print_documents(documents: Mapping[str, Any]) -> None:
-    """Print the number of documents; for two or more long ones also the spread, the best and the worst."""
+    """Print the number of documents; if two or more are long, also the spread of scores, the best and the worst."""
     console, number, long_enough = make_console(), plural(documents["number"], "document"), documents["long_enough"]
     if "best" not in documents:
         console.print(f"{number}, {long_enough:,} of them with at least {documents['fewest_bytes']} bytes")

@@ -1,4 +1,4 @@
-"""The verb that shows which tokens of a text a model weighs, and its report in the terminal."""
+"""The verb that shows which tokens of a text a model uses, and prints a report in the terminal."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

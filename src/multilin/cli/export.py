@@ -113,11 +113,11 @@ def open_engine(
     Args:
         folder: the run or the export.
         name: the engine to open.
-        is_server: other threads need the cores while the engine waits.
+        is_server: True if other threads need the cores while the engine waits.
         waits: if `auto` finds no export, make one first; False runs PyTorch instead.
 
     Raises:
-        InputError: no model there, ONNX Runtime chosen but not installed, or PyTorch chosen for an export.
+        InputError: the folder has no model, ONNX Runtime is not installed, or PyTorch is chosen for an export.
     """
     if not is_export(folder):
         check_run_files(folder)
@@ -149,7 +149,7 @@ def open_engine(
 def open_at_once(folder: Path, name: EngineName) -> "Iterator[tuple[Engine, TextCodec]]":
     """Like `open_engine`, but without waiting for an export if `auto` finds none.
 
-    PyTorch runs the block instead. Afterwards the run is exported in the background, for later calls.
+    PyTorch then runs the model in the block. After the block the run is exported in the background, for later calls.
     """
     engine, codec = open_engine(folder, name, waits=False)
     yield engine, codec
@@ -178,7 +178,7 @@ def export_later(folder: Path) -> None:
 
 
 def _export_for(run_folder: Path, *, may_fail: bool) -> str | None:
-    """Export a run into the folder beside it; with `may_fail`, return the reason of a failure, or None."""
+    """Export a run into its cache folder. With `may_fail`, a failure is not raised, but its reason is returned."""
     from multilin.cli.progress import show_progress
     from multilin.export.cache import keep_export
 

@@ -49,7 +49,7 @@ VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTION
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the result is the exit status.
 
-    0 done; 1 the work failed; 2 bad input; 130 interrupted; each failure is one sentence on stderr.
+    It is 0 for success, 1 if the work failed, 2 for bad input, 130 if interrupted. A failure is a sentence on stderr.
     """
     if arguments is None:  # as a program: SIGTERM must remove half-written files, too
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -125,7 +125,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _verbs_after(word: str) -> list[str]:
-    """The verbs of two words that begin with this one."""
+    """The verbs of two words that begin with this word."""
     return [verb for verb in VERBS if verb.startswith(f"{word} ")]
 
 

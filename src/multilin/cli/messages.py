@@ -95,8 +95,8 @@ def say_next(*commands: Sequence[object]) -> None:
     """Print the commands to type next to stderr, in one process of a run only.
 
     Args:
-        commands: the words of each command, which are quoted for a shell here. A `multilin` at the beginning becomes
-            the path that it was called by if the shell does not find it.
+        commands: the words of each command; they are quoted for a shell before printing. If the shell does not find
+            `multilin`, a first word `multilin` becomes the path of the running program.
     """
     if is_main_process():
         typed = (

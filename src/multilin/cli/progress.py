@@ -69,10 +69,10 @@ class TrainingDisplay(TrainingProgress):
     """Shows a run on stdout, within a `with` block.
 
     On a terminal: step, bar, loss, validation bits per byte, tokens per second, time left. Elsewhere: a plain line
-    for the first line of metrics.jsonl, every validation, and then every `SECONDS_BETWEEN_LINES`.
+    for the first line of metrics.jsonl, for every validation, and otherwise every `SECONDS_BETWEEN_LINES`.
 
     Attributes:
-        forecast_of: the folder of a run whose validations also show a forecast for its end; None for no forecasts.
+        forecast_of: folder of a run; its validations then also show a forecast of the final score. None for none.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -150,7 +150,7 @@ class TrainingDisplay(TrainingProgress):
             self.message(f"{self._place(line['step'])}  {format_figures(line)}")
 
     def _left(self) -> dict[str, float]:
-        """The seconds left for this run and all runs after it; nothing before its second line."""
+        """The seconds left for this run and all runs after it; empty before this run's second line of metrics."""
         now = time.monotonic()
         began, share = self._first_line = self._first_line or (now, self._share)
         if self._ahead is None or self._share <= share:
@@ -160,7 +160,7 @@ class TrainingDisplay(TrainingProgress):
         return {"seconds_left": left} if left >= 1 else {}
 
     def _forecast(self, line: dict[str, Any]) -> dict[str, tuple[float, float]]:
-        """Bits per byte at the end of the run, and their error, from its validations up to this line."""
+        """Forecast the bits per byte at the end of the run, and the forecast's error, from the validations so far."""
         if self.forecast_of is None or BITS not in line:
             return {}
         self._validations.append((line["step"], line[BITS]))

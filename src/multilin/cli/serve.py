@@ -56,7 +56,7 @@ def serve(arguments: ServeArguments, limits: ServeLimits) -> None:
 
 
 def _check(arguments: ServeArguments) -> list[str]:
-    """Return the keys; refuse missing packages, and an address that other machines can reach without a key."""
+    """Return the keys. Refuse missing packages, and an address that other machines can reach if there is no key."""
     check_installed("serve:", "serve", "fastapi", "uvicorn", "prometheus_client")
     keys = split_keys(arguments.api_key)
     if arguments.api_key is not None and not keys:

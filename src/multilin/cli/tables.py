@@ -1,4 +1,4 @@
-"""Tables and text on a terminal. rich is imported when the first is printed, so that help and errors are quick."""
+"""Tables and text on a terminal. rich is imported at the first print, so that help and errors are quick."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING

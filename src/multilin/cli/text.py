@@ -1,4 +1,4 @@
-"""The verbs that prepare text: shards of any size, and tokenizers."""
+"""The verbs that prepare text for training: they write text of any size as shards, and train or show tokenizers."""
 
 from typing import TYPE_CHECKING
 

@@ -33,7 +33,7 @@ def open_model(
     Args:
         folder: the export or the run.
         load: loads the run; `load_run` by default.
-        num_threads, spins: of an export, see `OnnxEngine`.
+        num_threads, spins: for an export, the arguments of `OnnxEngine`.
     """
     if is_export(folder):
         from multilin.inference.onnx_engine import OnnxEngine
@@ -66,7 +66,7 @@ def is_current(run: Path) -> bool:
 
 
 def _kept(run: Path) -> dict[str, Any]:
-    """The manifest that this version kept for the run's present files, or the `failure` of the export; or {}."""
+    """The manifest of a current export, {"failure": reason} if that export failed, or {} if none was made."""
     try:
         kept: dict[str, Any] = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
         return kept if kept["format"] == FORMAT and kept["source"] == source_hashes(run) else {}

@@ -81,7 +81,7 @@ def _difference(model: MultilinForCausalLM, hidden_BTD: torch.Tensor, engine: En
 
 
 def _read_in_pieces(engine: Engine, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, Logits]]:
-    """Read rows in pieces of random lengths, often of one token; yield row, column and logits at each end."""
+    """Read rows in pieces of random lengths, often of one token; yield row, column and logits at each piece's end."""
     draw, state, num_read = np.random.default_rng(1), engine.new_state(len(ids)), np.zeros(len(ids), np.int64)
     while (num_read < ids.shape[1]).any():
         counts = np.ones_like(num_read) if draw.random() < 0.5 else draw.choice(PIECES, len(ids))
@@ -99,7 +99,7 @@ class Comparison:
     """The result of `compare_export`; pairs are (original, export).
 
     largest_difference: largest absolute difference of logits on the text; largest_logit: largest absolute logit.
-    equal_tokens: number of equal greedy tokens before the first difference, of `num_greedy`.
+    equal_tokens: number of greedy tokens, out of `num_greedy`, before the first that differs.
     bits_per_byte: score on `num_tokens` tokens of the text.
     num_bytes: bytes of the weights in memory, and of the exported files.
     tokens_per_second: speed of greedy generation of one sequence.
@@ -121,7 +121,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
     Args:
         run: the original, on the CPU.
         folder: the export.
-        text: packed with the model's tokenizer.
+        text: text that was packed with the model's tokenizer.
 
     Raises:
         InputError: the text has fewer than two tokens.
@@ -166,14 +166,14 @@ def _read_columns(engine: Engine, ids: NDArray[np.int64]) -> NDArray[np.float32]
 
 
 def _bits_per_byte(logits: NDArray[np.float32], ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> float:
-    """Bits per byte of the tokens that stand for text, without those that begin documents."""
+    """Bits per byte of the tokens that have text; tokens that begin documents are left out."""
     logits_NV, targets_N = torch.from_numpy(logits).double().flatten(0, 1), torch.from_numpy(ids[:, 1:]).flatten()
     nats_N = cross_entropy(logits_NV, targets_N, reduction="none").numpy()
     return float(nats_N[lengths.ravel() > 0].sum() / np.log(2) / max(int(lengths.sum()), 1))
 
 
 def _greedy(engine: Engine, start: list[int], num_tokens: int) -> tuple[list[int], float]:
-    """Greedy generation: the tokens, and the median of the seconds for one."""
+    """Generate greedily: the tokens, and the median of the seconds for one token."""
     state, ids, chosen, seconds = engine.new_state(), start, list[int](), list[float]()
     for _ in range(num_tokens):
         begin = time.perf_counter()

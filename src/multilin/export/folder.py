@@ -48,7 +48,7 @@ def export_run(
         source: the result of `source_hashes` before the run was loaded; None computes it now.
 
     Raises:
-        InputError: a model of another kind or one that cannot be exported, or see `check_export`.
+        InputError: the model is of another kind or cannot be exported, or `check_export` fails.
         OSError: the folder cannot be written.
     """
     model = run.model

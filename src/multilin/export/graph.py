@@ -1,4 +1,4 @@
-"""A call of a model as a graph: new tokens and a state in, the last token's logits and the state's change out."""
+"""A call of a model as a graph: from new tokens and a state to the last token's logits and the state's changes."""
 
 import io
 import logging
@@ -27,11 +27,11 @@ EXAMPLE_ROWS, EXAMPLE_SLOTS = 3, 70  # sizes that no model's own sizes are likel
 class Step(nn.Module):
     """A model that reads T new tokens of each row.
 
-    `forward(input_ids, num_read, *tensors)` for one token, `forward(input_ids, num_new, num_read, *tensors)` for up to
-    `num_columns` tokens, of which each row has `num_new`; the logits follow its last token.
+    With one column, call `forward(input_ids, num_read, *tensors)`; with several, `forward(input_ids, num_new, num_read,
+    *tensors)`, where `num_new` is the number of new tokens of each row. The logits are those after its last token.
 
-    Windows are rings of any number S of slots, with token number n in slot n mod S. For a ring, the new tokens are
-    returned, (rows, T, ...), and the caller writes them into their slots. Other tensors are returned with new values.
+    Windows are rings with any number S of slots; token number n is in slot n mod S. For a ring, the result is the new
+    tokens, (rows, T, ...), which the caller writes into their slots. For other tensors it is their new values.
     """
 
     def __init__(self, model: MultilinForCausalLM, num_columns: int) -> None:
@@ -67,7 +67,7 @@ class Step(nn.Module):
         return logits_B1V[:, 0].float(), *(_turn(after[about.name], about) for about in self.tensors)
 
     def example(self) -> dict[str, Tensor]:
-        """Inputs by name, with `EXAMPLE_ROWS` rows and rings of `EXAMPLE_SLOTS` slots, or as many as they keep."""
+        """Inputs by name, with `EXAMPLE_ROWS` rows and rings of `EXAMPLE_SLOTS` slots or their largest number."""
         rows = EXAMPLE_ROWS
         inputs = {"input_ids": torch.zeros(rows, self.num_columns, dtype=torch.long)}
         if self.num_columns > 1:

@@ -40,7 +40,7 @@ Written by `multilin publish`. The files beside it come from the package multili
 def publish_run(run: Run, name: str, folder: Path) -> None:
     """Write a folder with a model that transformers loads without multilin.
 
-    It has the weights, config.json, generation_config.json, the tokenizer, the model's code, and the model
+    The folder has the weights, config.json, generation_config.json, the tokenizer, the model's code, and the model
     card of the run with the figures of its training.
 
     Args:
@@ -99,7 +99,7 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
 
 
 def _card(run: Run, name: str) -> str:
-    """The run's own card under its new name, with how to load it from the hub."""
+    """The run's model card under the new name, with the code that loads the model from the hub."""
     path = run.folder / CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else _plain_card(run)
     text = re.sub(r"^# .*$", lambda _: f"# {name.rpartition('/')[2]}", text, count=1, flags=re.MULTILINE)
@@ -141,7 +141,7 @@ not run: the model uses compiled kernels, and states can be saved, exported and 
 def model_files(names: Iterable[str]) -> dict[str, str]:
     """The text of every file by its name, for a model with layers of these architectures of the package.
 
-    The first is the file that `AUTO_MAP` names. It imports all others, because transformers copies only its imports.
+    `AUTO_MAP` names the first file. It imports all other files, because transformers copies only files that it imports.
     """
     files: dict[str, str] = {}
     own = [f"{_PACKAGE}.architectures.{name}" for name in sorted(names)]
@@ -163,7 +163,7 @@ def own_architectures() -> list[str]:
 
 
 def _add(module: str, files: dict[str, str]) -> None:
-    """Add a module and all that it imports, unless it is there."""
+    """Add a module and all modules that it imports, unless it was added before."""
     name = f"{_flat(module)}.py"
     if name in files:
         return
@@ -182,7 +182,7 @@ def _add(module: str, files: dict[str, str]) -> None:
 
 
 def _relative(node: ast.ImportFrom, files: dict[str, str]) -> list[str]:
-    """The lines that replace an import, whose modules are added; no lines if the import needs no change."""
+    """Add the modules of an import; return the lines that replace it, or none if it needs no change."""
     package = (node.module or "").partition(".")[0]
     if package not in (_PACKAGE, *_ONLY_FOR_CHECKS):
         return []

@@ -27,7 +27,7 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
 
 
 class _Absent:
-    """Stands for compiled kernels, which say that they are absent, and for types that only annotations need."""
+    """Stands for types that only annotations need, and for compiled kernels; a call says why they are absent."""
 
     def __call__(self, *arguments: Any, **options: Any) -> str:
         return "compiled kernels are part of the package multilin"
@@ -42,7 +42,7 @@ _absent = _Absent()
 
 
 def __getattr__(name: str) -> _Absent:
-    """Any name of another module."""
+    """Return the stand-in for any name that this file does not define."""
     if name.startswith("__"):
         raise AttributeError(name)
     return _absent

@@ -127,7 +127,7 @@ def _matches_nothing(pattern: str) -> bool:
 
 
 def stored_in_bytes(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
-    """The graph with large arrays as int8 and a float32 scale for every BLOCK numbers, expanded where they are used.
+    """Store large arrays as int8 with a float32 scale for every BLOCK numbers; nodes of the graph expand them again.
 
     Blocks lie along the axis that products sum over. Runtimes may expand the arrays once, when they load, or in every
     product. With float32 the graph stays as it is.

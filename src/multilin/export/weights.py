@@ -35,7 +35,7 @@ class WeightFile:
         (folder / WEIGHTS).write_bytes(b"")
 
     def save(self, graph: onnx.ModelProto, name: str) -> None:
-        """Write a graph whose tensors of SMALLEST bytes and more are in the file."""
+        """Write a graph, and its tensors of at least SMALLEST bytes into the file of weights."""
         with (self.folder / WEIGHTS).open("ab") as file:
             for tensor in graph.graph.initializer:
                 content = numpy_helper.to_array(tensor).tobytes() if not tensor.raw_data else tensor.raw_data

@@ -101,7 +101,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
     Raises:
         InputError: see `check_writable`.
-        OSError: it cannot be written, because the disk is full for example.
+        OSError: the target cannot be written, for example because the disk is full.
     """
     target = check_writable("output", path)
     partial = partial_path(target)
@@ -127,7 +127,7 @@ def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Pat
 
     Raises:
         InputError: see `check_folder`.
-        OSError: it cannot be written, because the disk is full for example.
+        OSError: the target cannot be written, for example because the disk is full.
     """
     target = check_folder("output", path)
     partial = partial or partial_path(target)
@@ -152,7 +152,7 @@ def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Pat
 
 @contextlib.contextmanager
 def atomic_files(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill: when the block ends its files move to the top of `folder`, each as by `atomic_file`."""
+    """An empty folder to fill: when the block ends, its files move into `folder`, each as with `atomic_file`."""
     partial = partial_path(folder / "files")
     try:
         with _errors_about(folder, partial):
@@ -184,12 +184,12 @@ def checksum(path: Path) -> str:
 
 
 def partial_path(target: Path, token: str | None = None) -> Path:
-    """The hidden path beside a file or folder at which it is written; `token` replaces its random part."""
+    """The hidden path beside a file or folder where it is first written; `token` replaces the path's random part."""
     return target.with_name(f".{target.name[:40]}-{token or secrets.token_hex(4)}.partial")
 
 
 def remove_partials(folder: Path, name: str = "*") -> None:
-    """Remove the unfinished files of killed processes in a folder, of one target or of all; the caller holds a lock."""
+    """Remove what killed processes left unfinished in a folder, for one target or for all; the caller holds a lock."""
     for partial in folder.glob(f".{name}-*.partial"):
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
@@ -223,7 +223,7 @@ def _resolve(name: str, path: str | Path) -> Path:
 
 
 def _mode(path: Path) -> int | None:
-    """Kind and permissions of the file at a path; None where there is none."""
+    """Kind and permissions of the file at a path; None if there is no file."""
     try:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -231,7 +231,7 @@ def _mode(path: Path) -> int | None:
 
 
 def file_kind(mode: int) -> str:
-    """The kind of file that a mode of `os.stat` or `os.lstat` belongs to, for a message."""
+    """The kind of a file in words, for a message; `os.stat` or `os.lstat` gives the mode."""
     kinds = {stat.S_ISREG: "a file", stat.S_ISDIR: "a folder", stat.S_ISLNK: "a link that leads nowhere",
              stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}  # fmt: skip
     return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "a device")

@@ -33,8 +33,8 @@ def locked_folder(name: str, path: str | Path, *, waits: bool = False) -> Iterat
         waits: wait until no other process holds the lock.
 
     Raises:
-        InputError: another process holds the lock (the message names it; not with `waits`), or the folder cannot be
-            written.
+        InputError: the folder cannot be written; or another process, which the message names, holds the lock and
+            `waits` is False.
     """
     folder = check_folder(name, path)
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]

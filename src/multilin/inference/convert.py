@@ -32,7 +32,7 @@ PACKAGE_NAMES = {
 
 
 def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
-    """Our config for a FastformerLMConfig: the stabilizer "head_norm", windows as listed, tied output with bias.
+    """Our config for a FastformerLMConfig: stabilizer "head_norm", the listed windows, a tied output with a bias.
 
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
@@ -43,7 +43,7 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
 
 
 def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
-    """Our config for a LeapConfig, of release 1.0.1 if it has the field `rescale`, else of the later repository.
+    """Our config for a LeapConfig; with the field `rescale` it comes from release 1.0.1, else from later code.
 
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
@@ -55,7 +55,7 @@ def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
 def _our_config(
     architecture: str, values: Mapping[str, Any], heads: str, options: dict[str, Any], **fields: Any
 ) -> MultilinConfig:
-    """Our config for the fields that both packages share, and the number of heads under its name."""
+    """Our config from the fields that both packages have; `heads` names the field with the number of heads."""
     for name in ("hidden_size", "vocab_size", "n_layer", "n_positions", heads):
         if name not in values:
             raise InputError(f"config.json: {name}: missing")
@@ -104,7 +104,7 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
     A tokenizer.json is copied.
 
     Args:
-        kind: the package that it comes from, "fastformer" or "leap".
+        kind: the package that the checkpoint comes from, "fastformer" or "leap".
         source, target: the folder of the checkpoint, and the folder to write.
 
     Raises:

@@ -21,7 +21,7 @@ class Sequence:
     state: engine state of one row.
     unread_ids: tokens of the sequence that the model has not read yet: normally the last one generated, or several
         that form one character or may begin a stop string.
-    numbers: the random numbers of sampling; None takes new ones.
+    numbers: the generator of random numbers for sampling; None makes a new generator.
     """
 
     state: Any
@@ -56,7 +56,7 @@ class Continuation:
 
     token_ids: the new tokens, an end of text included.
     text: the text of the new tokens, as given to `write`.
-    has_room: the model can read the last token and generate more.
+    has_room: whether the model can read the last token and generate more.
     """
 
     token_ids: list[int]
@@ -165,7 +165,7 @@ def continue_file(
 def _tokens(
     engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings, most: int
 ) -> Iterator[int]:
-    """At most `most` new tokens, one by one; the sequence is up to date after each."""
+    """At most `most` new tokens, one by one; `sequence` is updated before each is yielded."""
     assert sequence.numbers is not None
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(most):

@@ -21,7 +21,7 @@ class Manifest:
     model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
     architectures: the architectures of the layers.
     precision: the precision of the matrices: float32, 8bit or 4bit.
-    vocab_size, n_positions: V, and the tokens of the longest text, None for no limit.
+    vocab_size, n_positions: V, and the number of tokens of the longest text, None for no limit.
     end_id, pad_id: the token that begins and ends a text, and the token of padding.
     eos_id: another token that ends a text, if there is one.
     prompt_columns: tokens that prompt.onnx reads at once.
@@ -54,7 +54,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder, and check the checksums of its files.
 
     Raises:
-        InputError: no export there, one of another version, or one that was changed or is incomplete.
+        InputError: the folder has no export, or its export is of another version, changed or incomplete.
     """
     path = folder / MANIFEST
     if not path.is_file():

@@ -108,7 +108,7 @@ class OnnxState:
             ring[row, np.arange(begin + first, begin + count) % num_slots] = new[row, first:count]
 
     def grow(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens in all rings, or for as many as a full ring keeps."""
+        """Make room for `num_tokens` tokens in each ring, at most for the tokens that a full ring keeps."""
         for one, tensor in self._rings():
             axis = _slot_axis(one)
             if tensor.shape[axis] >= min(num_tokens, one.shape[0]):
@@ -129,7 +129,7 @@ class OnnxState:
         return OnnxState(self.about, {name: numbers[index] for name, numbers in self.embedding.items()}, tensors)
 
     def join(self, other: "OnnxState") -> None:
-        """Append the rows of another state; rings with spare rows copy only the new ones."""
+        """Append the rows of another state; rings with spare rows copy only the new rows."""
         num_slots = max((ring.shape[_slot_axis(one)] for s in (self, other) for one, ring in s._rings()), default=0)
         self.grow(num_slots)
         other.grow(num_slots)
@@ -190,7 +190,7 @@ class OnnxEngine:
         spins: waiting threads keep their cores busy, which is faster if nothing else needs the cores.
 
     Raises:
-        InputError: no export there, one of another version, or one whose files do not fit together.
+        InputError: the folder has no export, or its export is of another version or of files that do not match.
     """
 
     name, kind = "onnx", "multilin"
@@ -216,7 +216,7 @@ class OnnxEngine:
         return StateOwner(self.manifest.model_hash, self.vocab_size, self.longest_text, self.manifest.state)
 
     def _graph(self, name: str) -> onnxruntime.InferenceSession:
-        """A graph, loaded for as many threads as there are free cores; a loaded graph cannot change their number."""
+        """A graph, loaded for as many threads as there are free cores; a loaded graph keeps this number."""
         threads, free = self.num_threads, free_cores()
         if free < min(threads or free + 1, available_cores()):
             threads = 1 << (free.bit_length() - 1)  # powers of two, so that few copies are loaded
@@ -251,7 +251,7 @@ class OnnxEngine:
 
         Raises:
             InputError: a row longer than the model can read.
-            OSError: another export has replaced the one that was opened.
+            OSError: another export has replaced the opened export.
         """
         counts = np.array([len(row) for row in token_ids])
         length, most = int((state.num_read + counts).max(initial=0)), int(counts.max(initial=0))
@@ -313,7 +313,7 @@ def _slots_first(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
 
 
 def _num_slots(about: StateTensor, num_tokens: int) -> int:
-    """The number of slots of a ring with room for `num_tokens` tokens, or for as many as it keeps."""
+    """The number of slots that a ring needs for `num_tokens` tokens, at most the number of a full ring."""
     return min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
 
 
@@ -328,7 +328,7 @@ def _as_ring(tensor: NDArray[Any], about: StateTensor, num_read: NDArray[np.int6
 
 
 def _advance_hashes(hashes: NDArray[np.int64], ids: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-    """Update the hashes with new tokens in place, as `multilin.model.embedding.hash_tokens`."""
+    """Update the hashes with new tokens in place, as `multilin.model.embedding.hash_tokens` does."""
     with np.errstate(over="ignore"):
         for column in range(ids.shape[1]):
             is_read = counts > column

@@ -1,6 +1,6 @@
 """All-linear models as one linear map; and rollouts, which feed raw outputs back as inputs, computed in parallel.
 
-With e = W^T t for a vector t over the vocabulary, F and C the product of all layers' maps over features and positions:
+H is the head, W^T the embedding; F and C are the products of all layers' maps over features and over positions:
 
     O_n = H F W^T sum_{j<=n} C[n, j] t_j + b_n = Q sum_{j<=n} C[n, j] t_j + b_n        t_{n+1} = O_n after the prompt
 

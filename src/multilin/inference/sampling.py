@@ -1,6 +1,6 @@
 """The choice of the next token from logits, and the random numbers for it: the same code for every engine.
 
-The random numbers equal PyTorch's default generator on a CPU, the Mersenne Twister, without importing PyTorch.
+The random numbers are those of PyTorch's default generator on a CPU (Mersenne Twister); PyTorch is not imported.
 """
 
 import secrets
@@ -83,13 +83,13 @@ def choose_tokens(
        of tokens that were generated.
     3. The bias is added.
     4. At temperature 0 the token with the largest logit is taken. Otherwise logits are divided by the temperature,
-       top_k, then top_p, then min_p leave out tokens, and one is drawn from the softmax over the rest.
+       top_k, then top_p, then min_p leave out tokens, and the token is drawn from the softmax over the rest.
 
     Args:
         logits_BV: (B, V) logits of all tokens; changed in place.
         settings: settings of each sequence.
-        seen: for each sequence its tokens so far, and how often each was generated (0 for tokens of the prompt alone).
-        numbers: random numbers of each sequence, of which one is used unless its temperature is 0.
+        seen: for each sequence, how often each of its tokens was generated; 0 for tokens that only the prompt has.
+        numbers: the random numbers of each sequence; one is used unless the sequence's temperature is 0.
     """
     for logits_V, own, own_seen in zip(logits_BV, settings, seen, strict=True):
         adjust(logits_V, own, own_seen)

@@ -23,8 +23,8 @@ class Snapshot:
 
     state: the model's state after the tokens read. It is shared, not copied: continue `state.clone()` to keep it.
     unread_ids: tokens of the text that the model has not read yet: normally the last one generated, or the tokens of
-        its character; a list for each row, or none at all.
-    rng_state: state of torch's default CPU generator, so that sampling continues as in one run; None if irrelevant.
+        its character. There is one list for each row; no list at all means that every token was read.
+    rng_state: state of torch's default CPU generator, so that sampling continues as in one run; None without sampling.
     """
 
     state: TextState
@@ -119,7 +119,7 @@ def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
     """Read a snapshot of this model from a file, and check the whole file.
 
     Raises:
-        InputError: no such file, no state file or a damaged one, or the state of another model.
+        InputError: the file is missing, damaged or no state file, or has the state of another model.
     """
     return from_contents(read_state(path, state_owner(model)), model)
 

@@ -36,9 +36,9 @@ class StateTensor:
     name: see `TextState.named_tensors`.
     shape: shape of one row.
     dtype: "float32", "float64" or "int64".
-    kind: "window" holds the last tokens in order, "positions" the token at position n in slot n; the first axis of both
-        counts the slots, and an empty slot has a logit of -inf, other values 0. A "summary" has no slots, and "count"
-        is the number of tokens read.
+    kind: a "window" has the last tokens in order; "positions" has the token at position n in slot n. Both have slots
+        along the first axis; an empty slot is -inf in a tensor of logits, and 0 in others. A "summary" has no slots. A
+        "count" is the number of tokens read.
     is_multiplied: in graphs the axis of heads comes before the axis of slots, (rows, heads, slots, ...).
     """
 
@@ -50,7 +50,7 @@ class StateTensor:
 
     @property
     def is_ring(self) -> bool:
-        """True if it has slots, of which only the filled ones need be kept."""
+        """True if the tensor has slots; only filled slots need to be stored."""
         return self.kind in ("window", "positions")
 
     @property
@@ -140,7 +140,7 @@ def read_state(path: str | Path, owner: StateOwner) -> StateContents:
     """Read a state file of this model; see `unpack_state`.
 
     Raises:
-        InputError: no such file, no state file or a damaged one, or the state of another model.
+        InputError: the file is missing, damaged or no state file, or has the state of another model.
     """
     path = Path(path)
     where = f"state file: {short_path(path)} "
@@ -159,7 +159,7 @@ def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
     Names, shapes, dtypes and values must be possible for the model, and the checksum must be right.
 
     Raises:
-        InputError: no state file or a damaged one, or the state of another model.
+        InputError: the content is damaged or no state file, or has the state of another model.
     """
     with prefixed("state: "):
         metadata, tensors = _unpack(data)
@@ -179,7 +179,7 @@ def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
 
 
 def _unpack(data: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of a state file; they cannot be larger than these bytes."""
+    """Metadata and tensors of a state file; they take no more memory than the content."""
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         metadata = dict(header.get("__metadata__") or {})
@@ -196,7 +196,7 @@ def _unpack(data: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
 
 
 def check_tensors(found: Mapping[str, tuple[list[int], str]], expected: Sequence[StateTensor]) -> None:
-    """Refuse tensors, (shape, dtype) by name, of other names, shapes or dtypes than a state of the model has."""
+    """Refuse found tensors, (shape, dtype) by name, if names, shapes or dtypes differ from the expected tensors."""
     wanted = {about.name: about for about in expected}
     if wrong := sorted((set(found) - {RNG_STATE}) ^ set(wanted)):
         missing_or_not = "lacks" if wrong[0] in wanted else "holds a tensor of another name,"

@@ -120,10 +120,10 @@ class TextCodec:
 
 
 def checked(text: str) -> str:
-    """The text itself.
+    """Return the text unchanged.
 
     Raises:
-        InputError: it came from bytes which are not UTF-8.
+        InputError: the text came from bytes which are not UTF-8.
     """
     try:
         text.encode()
@@ -136,11 +136,11 @@ def checked(text: str) -> str:
 class TextStream:
     """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
 
-    All pieces together are the decoded text, without an unfinished character at its end. A stream that has these tokens
-    as its context gives the whole character.
+    All pieces together are the decoded text, without an unfinished character at its end. A later stream
+    that gets these tokens as `context` gives the whole character.
 
     codec: decodes the tokens.
-    context: the tokens before the text: a space or the rest of a character that begins the text depends on them.
+    context: the tokens before the text; they decide on a space, or the rest of a character, at its beginning.
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
@@ -208,7 +208,7 @@ class TextStream:
         return len(self.text) + len(self._held)
 
     def begin(self, token_id: int, length: int) -> int:
-        """Where the text of the last token begins: after `length` characters and the broken ones that it ended."""
+        """Where the last token's text begins: at `length`, or later if it first completes earlier broken characters."""
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:

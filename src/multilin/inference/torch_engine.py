@@ -142,7 +142,7 @@ class DecodingGraphs:
     """The graphs of a model, one for each number of rows that are decoded together.
 
     Each graph reads and writes its own state. The state of a sequence is copied into it before each token and back
-    afterwards, in a few kernels: it is small, and between tokens it may be used in any other way.
+    afterwards, in a few kernels: it is small. Between tokens, the caller may do anything with it.
 
     model: decodes one token of each row.
     capture: see `captured`; tests replace it where there is no GPU.
@@ -193,7 +193,7 @@ class DecodingGraphs:
         return limit is None or int(num_read_B.max()) + WARM_UPS <= limit
 
     def _make(self, state: TextState, num_rows: int) -> "_Graph | None":
-        """The graph for `num_rows` rows once it is worth making, if memory and model allow it."""
+        """Make the graph for `num_rows` rows; None after too few calls, or if memory or model do not allow it."""
         size = _num_bytes(state)
         if self._calls[num_rows] <= CALLS_BEFORE_CAPTURE or size > self.most_bytes:
             return None
@@ -219,7 +219,7 @@ class DecodingGraphs:
 
 
 class _Graph:
-    """The graph of one token of each row, and the memory that it reads and writes."""
+    """A graph that reads one token of each row, and the memory that the graph reads and writes."""
 
     def __init__(
         self, model: MultilinForCausalLM, state: TextState, num_rows: int, capture: Callable[..., Any]
@@ -231,7 +231,7 @@ class _Graph:
         self.replay = capture(self._decode, model.device)
 
     def _decode(self) -> None:
-        """Read `ids_B1`; new tensors of the state are copied to where the old ones are, for the next token to read."""
+        """Read `ids_B1`, and copy the state's new tensors over its old tensors, where the next token reads them."""
         before = self.state.parts
         given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
         self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])

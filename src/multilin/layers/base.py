@@ -42,7 +42,7 @@ class Layer(GradientCheckpointingLayer):
 class ParameterHolder(nn.Module):
     """The base class of modules that hold parameters directly; the model initialises them.
 
-    transformers visits only modules that hold parameters directly. So they initialise themselves, not the layer.
+    transformers initialises only modules that hold parameters directly. So these modules initialise their parameters.
     """
 
     def initialize(self, std: float) -> None:
@@ -55,7 +55,7 @@ class ParameterHolder(nn.Module):
 
 
 def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
-    """Return the width of each head, or raise InputError if it is no whole number or below `fewest`."""
+    """Return the width of each head, or raise InputError if it is no whole number or is below `fewest`."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:

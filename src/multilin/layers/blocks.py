@@ -113,7 +113,7 @@ def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
     """Rotate the pairs of each head by the angles, so that dot products of two positions depend on their distance only.
 
     Args:
-        x_BTHD: (B, T, H, D) with D even, and a multiple of 64 above 64.
+        x_BTHD: (B, T, H, D); D is even, and a multiple of 64 if it is above 64.
         angles: the result of `rotary_angles` for these positions and this width.
     """
     return rotary(x_BTHD, *angles, block=min(PAIR_BLOCK, x_BTHD.shape[-1]))

@@ -165,7 +165,7 @@ def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bool = False) -> Tensor:
-    """Compute W p, with the products of all pairs in each block, p[n, k, j] = left[n, k] right[n, j].
+    """Compute W p, where p holds the products of all pairs in each block, p[n, k, j] = left[n, k] right[n, j].
 
     Args:
         module: a Linear with N K J inputs, or an adapter around it, which is then called with p.

@@ -50,7 +50,7 @@ class Reader(nn.Module):
     def prefix_softmax(
         self, logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout, **options: Any
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
-        """The op `prefix_softmax` with these options (window, own_logits, null_logit): means (B, T, H, D), and state.
+        """Call the op `prefix_softmax`, options window, own_logits, null_logit; return means (B, T, H, D) and state.
 
         The logits of padding become -inf, so padding has no weight.
         """
@@ -69,7 +69,7 @@ class Reader(nn.Module):
         layout: Layout,
         **options: Any,
     ) -> tuple[Tensor, WindowedAttentionState | None]:
-        """The op `windowed_attention` with these options (window, scale, ...): means (B, T, H, E), and the state."""
+        """Call the op `windowed_attention`, options window, scale, ...; return means (B, T, H, E) and the state."""
         options |= {"padding": layout.padding_BT, "starts": layout.starts_BT}
         self.record(lambda: _read_window(queries_BTHD, keys_BTHD, options))
         return windowed_attention(

@@ -164,7 +164,7 @@ class MultilinModel(MultilinPreTrainedModel):
     ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
         """The input of every layer and the final hidden states, (B, T, D) each, and the states of all parts.
 
-        If `order` is given, `tokens` are packed in it, and the hidden states are unpacked.
+        If `order` is given, `tokens` are packed in this order, and the returned hidden states are unpacked.
         """
         layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
         if layout.starts_BT is not None and self.unpackable:
@@ -207,7 +207,7 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_row_lengths(
         self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
     ) -> tuple[list[Tensor], list[Any]]:
-        """Continue each row with its first `counts_B` tokens, in pieces that end where a row ends; the rest gets 0."""
+        """Continue each row with its first `counts_B` tokens, in pieces that end where a row ends; the rest is 0."""
         num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
@@ -237,7 +237,7 @@ class MultilinModel(MultilinPreTrainedModel):
 
 
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:
-    """The bool mask (B, T) of these tokens; None if it has no padding; checked only on a CPU, not while traced."""
+    """The bool mask (B, T) of these tokens; None without padding. GPUs and compiled code do not look for padding."""
     mask = check_mask(attention_mask, num_batch, num_time)
     is_seen = mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if is_seen and bool(mask.all()) else mask

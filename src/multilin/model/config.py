@@ -75,7 +75,7 @@ class MultilinConfig(PretrainedConfig):
         layers: per layer {"architecture": name, **its options}; layers of several architectures make a hybrid. A layer
             may have its own "initializer_range".
         n_positions: longest text that can be read, or None for no limit; needed by learned positions.
-        positions: "learned" adds an embedding of the position to the token's; "none" adds nothing.
+        positions: "learned" adds an embedding of the position to the token embedding; "none" adds nothing.
         tie_word_embeddings: the output projection shares the token embedding.
         output_bias: "learned" adds a bias per token to the logits, "unigram" a fixed one that `set_token_counts` sets
             to the log of how often each token occurs, "none" adds nothing.
@@ -143,7 +143,7 @@ class MultilinConfig(PretrainedConfig):
         return super().from_dict({**config_dict, **given}, **kwargs)
 
     def _check(self, others: Mapping[str, Any]) -> None:
-        """Check unknown names, and fields that depend on each other; types are checked elsewhere."""
+        """Refuse unknown names, and fields that contradict each other; types are checked elsewhere."""
         if "logit_scale" in others:  # In other models, logit_scale also scales the output bias; final_scale does not.
             raise InputError("logit_scale: given, but this model has final_scale, a factor on the final hidden states")
         for name in others:  # transformers keeps unknown fields, such as those of other tools; only typos fail

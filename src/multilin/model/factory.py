@@ -130,7 +130,7 @@ def _check_name(architecture: str) -> None:
 
 
 def training_defaults(architecture: str) -> TrainingDefaults:
-    """The training settings from an architecture's source; for the baselines multilin's defaults.
+    """The training settings that an architecture's source recommends; for GPT-2 and Llama, multilin's defaults.
 
     Raises:
         InputError: an unknown name.

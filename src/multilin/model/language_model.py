@@ -126,7 +126,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         return load_settings(Arithmetic, self.config.arithmetic, "arithmetic")
 
     def set_arithmetic(self, arithmetic: Arithmetic) -> None:
-        """Set how all layers multiply, also after the model is saved and loaded; see `Arithmetic`.
+        """Set how all layers multiply; the setting is saved with the model. See `Arithmetic`.
 
         Embedding and output always use floats.
 

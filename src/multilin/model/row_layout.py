@@ -1,4 +1,4 @@
-"""Documents and padding in a row: where documents begin, in every form in which collators say it, and where padding is.
+"""Documents and padding in a row: where documents begin, in every form that collators use, and where padding is.
 
 Padding before the first token of a row has no effect. After a token, a window would keep padding instead of a token.
 So the tokens of each row are moved together before they are read, and the results are moved back.
@@ -54,7 +54,7 @@ def read_packing(
     """The packing from the model's own arguments and from arguments of transformers' collators.
 
     Returns:
-        The packing, in which `cu_seq_lens_q` is `cu_seqlens` and `seq_idx` is `document_ids`, and the others.
+        The packing, with `cu_seq_lens_q` as `cu_seqlens` and `seq_idx` as `document_ids`; and the other arguments.
 
     Raises:
         InputError: an argument is given under both of its names.
@@ -70,7 +70,7 @@ def read_packing(
 def document_starts(
     packing: Packing, padding_BT: Tensor | None, num_before_BT: Tensor, document_B: Tensor
 ) -> Tensor | None:
-    """True where a document begins inside a row; None if no document begins and each row continues its document.
+    """True where a document begins after earlier tokens of its row; None if none begins there.
 
     Args:
         packing: the caller's arguments.

@@ -153,9 +153,9 @@ class TextState(Cache):
     def begin_reading(self, num_new: int, *, is_plain: bool) -> list[Any]:
         """The values of all parts before a call of the model; `advance` takes the values after it.
 
-        A plain call has no padding, begins no document and counts positions. If it has few new columns, windows are
-        rings, which are written in place; but not with gradients, with recorded states, or in traced graphs, which
-        would miss the writing.
+        A plain call has no padding, begins no document and counts positions. If it has few new columns, windows
+        are rings, which are written in place. Windows are not rings with gradients, with recorded states, or in traced
+        graphs, which would miss the writing.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -203,8 +203,8 @@ class TextState(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by at least -tokens_to_remove columns, to the state before one of the recorded calls.
 
-        A running sum cannot forget single tokens, so `crop` takes back whole calls. generate() then reads the tokens
-        after `num_columns` that were to be kept a second time. Recorded states that no later `crop` can need
+        A running sum cannot forget single tokens, so `crop` takes back whole calls. generate() then reads again the
+        tokens after `num_columns` that should have been kept. Recorded states that no later `crop` can need
         are dropped. transformers' assisted decoding calls `crop` after each round.
 
         Args:
@@ -329,7 +329,7 @@ def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
-    """A copy of a window as a ring with room for `num_new` tokens."""
+    """A copy of a window as a ring with room for `num_new` more tokens."""
     slots = state.slots
     num_kept = getattr(state, slots.fields[0]).shape[1]
     num_slots = _enough_slots(num_read_B, num_new, num_kept)
@@ -381,7 +381,7 @@ def _with_slots(ring: Ring, num_slots: int) -> Ring:
 
 
 def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
-    """Write new tokens (B, T, ...), in a state of the same type, into their slots, or replace a value that is no ring.
+    """If `ring` is a ring, write the new tokens (B, T, ...) of the state `new` into its slots; else return `new`.
 
     The ring is written in place; num_read_B counts the tokens read, including the new tokens.
     """
@@ -422,7 +422,7 @@ def join_rings(state: Any, other: Any) -> Any:
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The smallest of 256, 512, ... slots that hold all tokens; on a GPU `num_kept`, as counting would wait."""
+    """The smallest of 256, 512, ... slots that hold all tokens; on a GPU `num_kept`, to avoid a wait."""
     if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
         return num_kept
     needed = int(num_read_B.max()) + num_new

@@ -40,7 +40,7 @@ def settings(cls: type[SettingsT]) -> type[SettingsT]:
 
 @functools.cache
 def field_help(cls: type) -> dict[str, str]:
-    """The comment on each field's line, own fields and inherited ones."""
+    """The comment on the line of each field, also of inherited fields."""
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):

@@ -4,7 +4,7 @@ Pooling averages the tokens of a window in each head. The scores come from a lea
 
     l_j = w . x_j / sqrt(D)        G_t = (sum_j e^(l_j) x_j) / (sum_j e^(l_j))        j in (t - window, t]
 
-A layer pools twice. On h = LayerNorm(x), with q, k, v = h W_q, h W_k, h W_v in heads:
+A layer pools twice. With h = LayerNorm(x), and q, k, v = h W_q, h W_k, h W_v split into heads, it computes:
 
     G = pool(q; w_q)        P' = LayerNorm(G * k + k)        K = pool(P'; w_k)        x += K * v
 
@@ -81,7 +81,7 @@ class AdditiveState(NamedTuple):
 
 
 class AdditivePooling(ParameterHolder, Reader):
-    """The softmax mean of a head's tokens, weighted by a learned vector per head."""
+    """The softmax mean of the tokens, in each head; a learned vector per head gives the logits."""
 
     def __init__(self, hidden_size: int, options: AdditiveOptions) -> None:
         super().__init__()

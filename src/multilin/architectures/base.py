@@ -30,11 +30,11 @@ ENTRY_POINTS = "multilin.architectures"
 
 @settings
 class LayerOptions:
-    """Options of one layer. An architecture adds fields; the comment of a field is its help."""
+    """Options of one layer. An architecture adds fields; the comment of a field is its help text."""
 
     @property
     def longest_text(self) -> int | None:
-        """The most tokens that the layer can read: the field `context`, or None (no limit) without this field."""
+        """The most tokens that the layer can read: the field `context`, None (no limit) without this field."""
         return getattr(self, "context", None)
 
     def count_heads(self, hidden_size: int) -> int:
@@ -43,14 +43,14 @@ class LayerOptions:
 
     @classmethod
     def from_choices(cls, choices: "LayerOptions", **own: Any) -> Self:
-        """Options of one layer: fields of the same name from `choices`, and the fields in `own`."""
+        """Options of one layer: the values in `own`; for other fields, the values of the same name in `choices`."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in vars(choices).items() if name in known} | own)
 
 
 @settings
 class TrainingDefaults:
-    """Default training settings of an architecture, from its source; a recipe may replace them."""
+    """Default training settings of an architecture, as in its source; a recipe may replace them."""
 
     optimizer: str = "adamw"  # adamw, normalized_sgd, matrix_moment or muon
     learning_rate: Rate = 5e-4  # peak of the schedule
@@ -91,12 +91,12 @@ class Architecture:
     """One published system: its layer, the options of a layer, and how a whole model is laid out.
 
     name: its name in recipes and in config.json.
-    title, source: for people; the source is the paper or document whose equations it follows.
+    title, source: shown to users; `source` is the paper or document whose equations it follows.
     layer: builds a layer from (hidden_size, options).
     options: dataclass of a layer's options.
     preset_options: dataclass of the options that a user may choose for a whole model.
     preset: makes a whole model from (sizes, preset options).
-    variants: further preset options, by name, with which the contract tests run.
+    variants: sets of preset options, by name; the contract tests also run with each of them.
     packs: whether several texts can share a row (document_ids); if False, the model refuses document_ids.
     """
 
@@ -121,7 +121,7 @@ class Architecture:
         return inspect.cleandoc(sys.modules[self.preset.__module__].__doc__ or "")
 
     def expand(self, sizes: Sizes, choices: Mapping[str, Any]) -> Preset:
-        """The preset for these sizes and choices (checked)."""
+        """The preset for these sizes and choices; fails if the choices are not valid."""
         return self.preset(sizes, load_settings(self.preset_options, choices, "model.options"))
 
 
@@ -170,7 +170,7 @@ def get_architecture(name: str) -> Architecture:
 
 
 def spread_windows(windows: Literal["global"] | Window | LayerWindows, num_layers: int) -> list[int | None]:
-    """The window of each layer: one number for all layers, no window for "global", or the windows of a list.
+    """The window of each layer, from a number for all layers, a list, or "global", which gives None to all layers.
 
     Raises:
         InputError: the length of the list is not the number of layers.

@@ -2,15 +2,15 @@
 
 The weight of a token depends on its content and its position i. A head has vectors k1, k2, k3 of width D, vectors a1,
 a2, b1, b2, c with a number per sine wave, a matrix V from D to the width of the values, and a matrix O back to D.
-On h = LayerNorm(x) without scale and bias:
+With h = LayerNorm(x), without scale and bias, each head computes:
 
     p1_i = sin((i a1) / n + b1) . c      p2_i = sin((i a2) / n + b2) . c
     X_j  = exp(k1 . h_j + p1_j)          R_t  = exp(p2_t + k3 . h_t)
     y_t  = (e^(k2 . h_t) V h_t + R_t sum_{j<=t} X_j V h_j) / (e^(k2 . h_t) + R_t sum_{j<=t} X_j)        x += O y
 
 The current token counts twice: in the sum and as a separate term. The code computes a prefix softmax on logarithms,
-with the separate term as one more token. n is a constant of the model, not the length of the input, so a text in pieces
-gets the same weights. Then, with h a second LayerNorm of x,
+with the separate term as one more token. n is a constant of the model, not the length of the input, so a text that is
+read in pieces gets the same weights. Then, with h = LayerNorm(new x), the feed-forward computes:
 
     x += W_3 [ s(W_1 h + b_1) outer s(W_2 h + b_2) ] + b_3        s = swish, W_1: D -> D, W_2: D -> factor
 
@@ -19,7 +19,7 @@ tokens, which has no limit.
 
 When to use: for very long texts, and for many texts at once. The cost per token is constant, and the state is the
 smallest of all architectures here. Each head has one mean over the whole text. Later tokens can outweigh earlier ones;
-nothing is forgotten. Only the sines tell the order of tokens. If order matters, put layers with windows below.
+nothing is forgotten. Only the sines tell the order of tokens. If order matters, put layers with windows before ELiTA.
 """
 
 from functools import partial

@@ -1,21 +1,21 @@
 """Gated DeltaNet: linear attention with one matrix per head; a token replaces the value stored under its key.
 
-On h = RMSNorm(x), for each head, where s is swish, c a convolution over the last four tokens, and unit(v) = v / |v|:
+With h = RMSNorm(x), s = swish, c a convolution over the last four tokens, and unit(v) = v / |v|, each head computes:
 
     q = unit(s(c(W_q h))) / sqrt(width)        k = unit(s(c(W_k h)))        v = s(c(W_v h))
     a_t = e^(-A softplus(w_a . h_t + d))        b_t = sigmoid(w_b . h_t)
     S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
 
-Then x += W_3 (s(W_1 h) * W_2 h), with h another RMSNorm of x. The gate a_t makes the matrix decay. The layer equals the
+Then x += W_3 (s(W_1 h) * W_2 h), with h = RMSNorm(new x). The gate a_t makes the matrix decay. The layer equals the
 linear layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1) it is DeltaNet; without `corrects`
 (adding v_t k_t^T to a_t S_(t-1)) it is gated linear attention with one gate per head; without both it is linear
 attention. `convolution` and `output_gate` can be switched off, too.
 
 State: per head, the matrix S and the last three inputs of the convolution.
 
-When to use: to look up single earlier tokens with a state of fixed size. A key that comes again replaces its stored
-value. A matrix holds as many pairs of key and value as a key has numbers; more pairs disturb each other. The state is
-much larger than a mean, and training computes several products for each chunk of 64 tokens.
+When to use: to look up single earlier tokens with a state of fixed size. If a key comes again, its new value replaces
+the stored one. A matrix holds as many pairs of key and value as a key has numbers; more pairs disturb each other. The
+state is much larger than a mean, and training computes several products for each chunk of 64 tokens.
 """
 
 import math
@@ -77,7 +77,7 @@ class Decays(ParameterHolder):
 
     @torch.no_grad()
     def initialize(self, std: float) -> None:
-        """As in the source: the memory of a head lasts between one token and a hundred thousand tokens."""
+        """Draw the parameters as in the source: heads remember for between one and a hundred thousand tokens."""
         self.log_factor.uniform_(*DECAYS).log_()
         steps_H = self.step_bias.uniform_(*map(math.log, STEPS)).exp()
         self.step_bias.copy_(steps_H + torch.log(-torch.expm1(-steps_H)))

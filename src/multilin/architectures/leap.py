@@ -1,14 +1,14 @@
 """LEAP: each head averages the values in its window, with one weight per token; the query gates the result.
 
-For each head of width e, on h = LayerNorm(x), where q, f, k, v are the four parts of W h:
+With h = LayerNorm(x) and q, f, k, v the four parts of W h, each head of width e computes:
 
     a_j = elu(f_j . k_j / sqrt(e)) + 1
     K_t = (sum_j a_j k_j) / (sum_j a_j + eps)    V_t = (sum_j a_j v_j) / (sum_j a_j + eps)    j in (t - window, t]
     x  += sigmoid(q_t . K_t / sqrt(e)) V_t
 
 Then x += W_2 gelu(W_1 LayerNorm(x) + b_1) + b_2. elu(u) + 1 is e^u for u <= 0 and u + 1 above; eps is 0.00001. The
-source computes a window as the difference of two sums over the whole past, which loses digits. This file computes both
-means as a running softmax mean: the logits are log a_j, and eps is the weight of a null token.
+source computes a window as the difference of two sums over the whole past, which loses digits. multilin computes K_t
+and V_t as running softmax means: the logits are log a_j, and eps is the weight of a null token.
 
 The formulas are those of the source's last version. The option `weights: exp` gives release 1.0.1 of the package,
 a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and v over each head, and replaces
@@ -17,7 +17,7 @@ a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and 
 State: per head, one summary token (the log of the total weight, and the means of k and v) in a global layer, or the
 last window - 1 tokens in a windowed layer.
 
-When to use: for the same purposes as additive attention, which LEAP succeeds. LEAP averages once per layer instead of
+When to use: for the same purposes as additive attention. LEAP is its successor: it averages once per layer instead of
 twice, and the query gates the result. A token still has the same weight for every position that reads it. Learned
 positions limit the text to n_positions.
 """

@@ -9,11 +9,11 @@ weights are the same for every text. A layer is this mixing, then a feed-forward
            "relu"     c x, and a ReLU before the output projection, at the end of the last layer only
     feed_forward      "none", "linear" (A x + a), "gelu" (A_2 gelu(A_1 x + a_1) + a_2)
 
-With norms, a GELU feed-forward and several layers it is the masked mixer. With linear mixing, a linear feed-forward or
+With norms, a GELU feed-forward and several layers, it is the masked mixer. With linear mixing, a linear feed-forward or
 none, and no norm, the whole model is one linear map: a matrix over tokens and a triangle over positions. `compose` in
-`multilin.inference.rollout` computes both; `multilin rollout` feeds the outputs of such a model back in parallel.
+`multilin.inference.rollout` computes both. `multilin rollout` computes many outputs of such a model in parallel.
 
-State: the inputs of each mixing so far, in a buffer of n_ctx rows. A text cannot be longer than n_ctx. Texts cannot
+State: all inputs that each mixing has read, in a buffer of n_ctx rows. A text cannot be longer than n_ctx. Texts cannot
 share a row, because weights belong to absolute positions.
 
 When to use: to study what a language model with little or no nonlinearity can do, and to compute many outputs at once
@@ -71,7 +71,7 @@ class Triangle(ParameterHolder, Reader):
         self.bias = nn.Parameter(torch.empty(context)) if has_bias else None
 
     def matrix(self) -> Tensor:
-        """c, (n_ctx, n_ctx)."""
+        """The matrix c, (n_ctx, n_ctx)."""
         return lower_triangle(weight_of(self.triangle, self.triangle.weight).flatten())
 
     def forward(self, x_BTD: Tensor, state: CausalMixingState | None, layout: Layout) -> tuple[Tensor, Any]:
@@ -111,7 +111,7 @@ class LinearMixerLayer(Layer):
         self.activation = nn.ReLU() if options.mixing == "relu" else nn.Identity()
 
     def forward(self, x_BTD: Tensor, state: LinearMixerState | None, layout: Layout) -> tuple[Tensor, Any]:
-        """The output (B, T, D), and the inputs of the mixing."""
+        """The output (B, T, D), and the state: the inputs of the mixing so far."""
         first, second = state or (None, None)
         mixed_BTD, first = self.mixing(self.mixing_norm(x_BTD), first, layout)
         if self.second_mixing is not None:

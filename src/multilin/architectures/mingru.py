@@ -1,6 +1,6 @@
 """minGRU: each channel of the state is a gated running average; there is no attention.
 
-On h = LayerNorm(x), with c_t = sum_{i<4} w_i * h_(t-i), a convolution of each channel over the last four tokens:
+With h = LayerNorm(x) and c_t = sum_{i<4} w_i * h_(t-i), a convolution of each channel over the last four tokens:
 
     z_t = sigmoid(W_z c_t)        s_t = (1 - z_t) * s_(t-1) + z_t * g(W_h c_t)        x += W_o s_t
 

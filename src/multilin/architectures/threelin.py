@@ -1,13 +1,13 @@
 """3Lin: attention over a window with decay; products with the current token replace the feed-forward.
 
-N(v) = v / rms(v) over the whole vector, N(0) = 0. On x = N(state), for the `window` tokens j before t:
+N(v) = v / rms(v) over the whole vector, N(0) = 0. With x = N(state), each layer reads the `window` tokens j before t:
 
     logit_tj = scale N(QK x_j) . (QV x_t) - slope (t - j) + hyper / (t - j)
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
 The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so a number has 16 products instead of ttdim
-(`value_size`). With `query_on: current`, QK and QV change roles: N(QK x_t) . (QV x_j). Without a past, A_t = 0. The
+(`value_size`). With `query_on: current`, QK and QV change roles: N(QK x_t) . (QV x_j). A first token has A_t = 0. The
 decay is the only information about positions. The layers repeat six rows of (slope, hyper, window): (0, 6.6, 64), (0,
 0, wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 

@@ -1,23 +1,24 @@
 """TScale: rotary attention over windows, whose result is multiplied with the current token, and ReLU feed-forwards.
 
 H heads have width d_h. N(x) divides each tile of d_h numbers by its root mean square (a zero tile stays 0). lin(W, x)
-is W x / sqrt(width of x), without biases. With `state` the vector between the layers, on x = N(state):
+is W x / sqrt(width of x), without biases. `state` is the vector that each layer receives, adds to and passes on.
+With x = N(state), a layer, and at the end the model, compute:
 
     q = rope(N(lin(Q, x)))    r = rope(lin(R, x))    u = N(lin(U, x))    v = N(lin(V, x))
     logit_tj = 0.5 / sqrt(d_h) q_t . r_j - slope ln 2 (t - j)                     1 <= t - j <= width
     a_t      = (sum_j e^(logit_tj) v_j) / (1 + sum_j e^(logit_tj))                a null key of logit 0 and value 0
     state   += lin(C, [ u_t,(z xor b) * a_t,z ])                           b < 4   per head
     state   += lin(F, relu(N(lin(E, N(state)))))
-    logits   = lin(W, N(state)) + bias                                     fixed log of the token counts, or none
+    logits   = lin(W, N(state)) + bias                                     bias: log of the token counts, or none
 
-Widths: about the first sixth of the layers, in pairs, reads only the token before. After them, narrow layers (64
-tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the source.
+Widths: the first layers, about a sixth of all and an even number, read only the previous token. Then narrow layers
+(64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the source.
 
 State: keys and values of the last `width` tokens of each layer, in float32, with a flag that marks filled entries.
 
 When to use: for exact look-ups in the recent past, as in a Transformer, with a bounded state. At least half of the
-layers read 64 tokens or fewer, the others at most the training length. The weights of unit variance and the norms are
-meant for training in int8. Here only the linear and masked mixers have a larger state.
+layers read at most 64 tokens; the others read at most the training length. The weights of unit variance and the norms
+are meant for training in int8. Of all architectures here, only the linear and masked mixers have a larger state.
 """
 
 import math
@@ -42,7 +43,9 @@ class TScaleShared(LayerOptions):
     """Options that all layers of a model share."""
 
     num_heads: Multiple | None = None  # number of heads; null is hidden size / head size
-    head_size: Width | None = None  # width of heads and tiles, even; null is hidden size / heads, or at most 128
+    head_size: Width | None = (
+        None  # multiple of 4 (of 64 above 64); null: hidden size / heads, else min(128, hidden size)
+    )
     expansion: Multiple = 1  # width of the feed-forward, in multiples of the width of all heads
     rotary_base: Positive = 500_000.0  # base of the rotary frequencies
     scale: Factor | None = None  # factor on the logits; null is 0.5 / sqrt(head size)

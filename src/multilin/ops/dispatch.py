@@ -32,19 +32,19 @@ class Backend:
 
 
 def cpu_kernels(principle: str, compute: Callable[..., Any]) -> Backend:
-    """A backend of kernels compiled by numba, described in a few words."""
+    """A backend of kernels compiled by numba; `principle` describes the algorithm in a few words."""
     return Backend(f"numba ({principle})", compute, "cpu", CPU_DTYPES, why_not=why_no_numba)
 
 
 def gpu_kernels(
     principle: str, compute: Callable[..., Any], refuses: Callable[..., str | None] = Backend.refuses
 ) -> Backend:
-    """A backend of kernels compiled by Triton, described in a few words."""
+    """A backend of kernels compiled by Triton; `principle` describes the algorithm in a few words."""
     return Backend(f"triton ({principle})", compute, "cuda", GPU_DTYPES, why_not=why_no_triton, refuses=refuses)
 
 
 def few_tokens(reference: Callable[..., Any], most: int, device: str | None = None) -> Backend:
-    """A special case: the definition, which is the fastest for at most `most` tokens."""
+    """A special case that uses the definition, which is fastest for at most `most` tokens."""
 
     def refuses(queries: torch.Tensor, *_: object, **options: object) -> str | None:
         return None if queries.shape[1] <= most else "there are many tokens"
@@ -64,7 +64,7 @@ class Op:
     special_cases: Sequence[Backend] = ()
 
     def __call__(self, *arguments: Any, dtype: torch.dtype, **options: Any) -> Any:
-        """Compute, in this dtype, with the first backend that takes the call; the first argument is a tensor."""
+        """Compute in this dtype, with the first backend that takes the call; the first of `arguments` is a tensor."""
         return self.backend_for(arguments[0].device, dtype, arguments, options).compute(*arguments, **options)
 
     def backend_for(
@@ -119,7 +119,7 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def can_read_values(tensor: torch.Tensor) -> bool:
-    """Whether a call may look at these values: not while it is traced or captured as a CUDA graph."""
+    """True if a call may look at these values; False while the call is traced or captured as a CUDA graph."""
     return not torch.compiler.is_compiling() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

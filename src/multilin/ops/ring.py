@@ -1,7 +1,7 @@
 """Windows as rings: buffers in which a new token replaces the oldest token, so that no step copies a window.
 
 The state that an op returns holds the last tokens in order. While a sequence is generated token by token, these tokens
-lie in a ring of S slots: token number n of the sequence in slot n mod S. An op that gets a `Ring` reads it and returns
+lie in a ring of S slots: slot n mod S holds token number n of the sequence. An op that gets a `Ring` reads it and returns
 a state of the same type with only the new tokens, which the model writes into the ring.
 """
 
@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """The number of slots, S."""
         return getattr(self.tokens, self.tokens.slots.fields[0]).shape[1]
 
     def distances(self, num_new: int) -> Tensor:

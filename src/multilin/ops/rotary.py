@@ -1,4 +1,4 @@
-"""Rotation of pairs of numbers by angles, for rotary positions, in PyTorch; kernels made training no faster."""
+"""Rotation of pairs of numbers by angles, for rotary positions, in PyTorch; kernels would not make training faster."""
 
 import torch
 from jaxtyping import Float
@@ -27,7 +27,7 @@ def rotary(
     Raises:
         InputError: a block or shapes that do not fit.
 
-    Cost: a few passes over x each way; only the angles are kept.
+    Cost: a few passes over x forward, and as many backward; only the angles are kept.
     Source: RoFormer's rotary positions, with pairs placed as in TScale.
     """
     width = x.shape[-1]

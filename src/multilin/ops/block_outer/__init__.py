@@ -43,7 +43,7 @@ def block_outer(
         InputError: shapes that do not fit.
 
     Cost: 2 N K J D multiplications and additions per row, three times as many with backward. The products of
-    pairs are held for one chunk of rows at a time (2^21 on a CPU, 2^27 elsewhere) and computed again backward.
+    pairs are held for one chunk of rows at a time (2^21 products on a CPU, else 2^27), and computed again backward.
     Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
     """
     check_blocks(left, right, weight)

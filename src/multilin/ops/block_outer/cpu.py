@@ -1,6 +1,6 @@
-"""Block outer products on a CPU: one pass over memory computes the products of pairs, and one their gradients.
+"""Block outer products on a CPU: one pass over memory computes the products of pairs; another, the gradients.
 
-Products lie in memory as (rows, pairs), a chunk of rows at a time (see `portable`). A right block has J = 4, 8 or 16.
+Products lie in memory as (rows, pairs), a chunk of rows at a time (see `portable`). Right blocks have J = 4, 8 or 16.
 """
 
 import torch
@@ -14,7 +14,7 @@ _kernels, _launch = LazyModule("multilin.ops.block_outer.cpu_kernels"), LazyModu
 
 
 def refuses_vectors(*factors: Tensor) -> str | None:
-    """`Backend.refuses` of a special case that takes only factors whose products do not fill whole vectors."""
+    """`Backend.refuses` of a special case: refuse all factors but those whose products do not fill whole vectors."""
     if len(factors) == 1:
         return "only one factor is given"
     left_width, width = factors[0].shape[-1], factors[1].shape[-1]

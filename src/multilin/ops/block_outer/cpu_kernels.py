@@ -118,7 +118,7 @@ def expand_blocks(left, right, pairs):
 
 @njit(forceinline=True, **SCALARS)
 def contract_blocks(dpairs, left, right, dleft, dright):
-    """Compute the gradients of both factors from those of their products; shapes as in `expand_blocks`."""
+    """Compute the gradients of both factors from the gradients of their products; shapes as in `expand_blocks`."""
     size, K, J = left.itemsize, left.shape[1], right.shape[1]
     lefts, rights, dproducts, dlefts = left.ctypes.data, right.ctypes.data, dpairs.ctypes.data, dleft.ctypes.data
     total = np.empty(J, np.float32)

@@ -91,7 +91,7 @@ def _most_pairs(left: Tensor) -> int:
 
 
 def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
-    """Slices of rows held at a time; one slice if all fit, or in an exported graph, which takes any number of rows."""
+    """Slices of rows to compute one by one; a single slice if all rows fit, and in exported graphs, for any number."""
     size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
     if is_exported() or num_rows <= size:
         return [slice(None)]

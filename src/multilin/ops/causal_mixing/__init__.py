@@ -43,18 +43,18 @@ def causal_mixing(
             makes a matrix of it.
         bias: (n,) one number per position, added to all D.
         positions: (B, T) or (1, T) position of each input in its text, from 0; None continues counting from the state.
-        padding: (B, T) True where there is no input: nothing reads it, and its position may be -1.
-        state: returned by an earlier call; the inputs may lie in a ring.
-        needs_state: False if the text ends here: no state is built, and None is returned for it.
+        padding: (B, T) True at padding, which no position reads; the position of padding may be -1.
+        state: the state that an earlier call returned; its inputs may lie in a ring (see `multilin.ops.ring`).
+        needs_state: False if the text ends here: None is returned in place of the state.
 
     Returns:
         The sums (B, T, D) in the dtype of `x`, and the state: all inputs so far, always in n rows, in float32 (float64
-        if an argument is float64); from a ring, only the new inputs.
+        if an argument is float64). If `state` was a ring, only the new inputs.
 
     Raises:
         InputError: the number of weights is no n (n + 1) / 2, or a position beyond n.
 
-    Cost: O(B T^2 D) time for a text from its start, O(B n D) for each later token; a state of B n D numbers. A text
+    Cost: O(B T^2 D) time for a text from its start, O(B n D) for each later token; the state has B n D numbers. A text
     has at most n tokens.
     Source: "Linear Language Models" (blbadger), masked mixers (arXiv 2409.01482).
     """

@@ -33,9 +33,9 @@ def from_ring(
     x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, ring: Ring, *, padding: Tensor | None,
     product_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums for a few new inputs, from them and the inputs in a ring (slot = position); and the new inputs.
+    """The sums at a few new positions, which read the new inputs and a ring (position i in slot i); and the new inputs.
 
-    Padding may be only at the end of a row.
+    Each row may have padding at its end only.
     """
     if padding is not None:
         x_BTD = x_BTD.masked_fill(padding[..., None], 0.0)
@@ -57,7 +57,7 @@ def _counts_from_zero(positions_BT: Tensor) -> bool:
 
 
 def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
-    """Row `position` of the (size, size) matrix for each position, (B, T, size); -1 counts as 0."""
+    """For each position, its row of the (size, size) matrix: (B, T, size). Position -1 counts as 0."""
     row_BT1 = positions_BT.clamp(min=0)[..., None]
     # Whole rows are copied faster than single numbers, but need the matrix first.
     if 4 * positions_BT.numel() > size:
@@ -75,7 +75,7 @@ def gather_rows(triangle_P: Tensor, row_BT1: Tensor, size: int) -> Tensor:
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
     """sum_{j <= t} weights[t, j] x_j, in their common dtype; weights above the diagonal are not read.
 
-    Every BLOCK rows take one product, with the columns up to their diagonal, for all texts together.
+    One product computes BLOCK rows for all texts; it reads the columns up to the diagonal only.
     """
     x_TN, parts = x_BTD.transpose(0, 1).flatten(1), weights_TT.split(BLOCK)
     ends = [min(first + BLOCK, len(x_TN)) for first in range(0, len(x_TN), BLOCK)]

@@ -1,4 +1,4 @@
-"""Causal mixing as its equation: the weighted sum of all inputs so far, with a weight per pair of positions."""
+"""Causal mixing, computed straight from its equation: the weighted sum of all inputs so far."""
 
 import math
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from multilin.ops.ring import Slots
 
 
 class CausalMixingState(NamedTuple):
-    """inputs_BND: the input of each position, 0 where none was read; float32 or better. num_read_B: int64."""
+    """`inputs_BND`: the input of each position, 0 where none was read, in float32 or better. `num_read_B` is int64."""
 
     inputs_BND: Tensor
     num_read_B: Tensor
 
     @property
     def slots(self) -> Slots:
-        """The inputs form one window over all n positions."""
+        """The inputs are a window of all n positions."""
         return Slots(("inputs_BND",), are_positions=True)
 
 
@@ -53,7 +53,7 @@ def read_inputs(
 
 
 def num_rows(triangle_P: Tensor) -> int:
-    """n of a triangle of n (n + 1) / 2 weights."""
+    """The number of rows, n, of a triangle of n (n + 1) / 2 weights."""
     count = triangle_P.numel()
     size = (math.isqrt(8 * count + 1) - 1) // 2
     if triangle_P.ndim != 1 or size * (size + 1) // 2 != count:

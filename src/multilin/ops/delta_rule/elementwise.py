@@ -12,7 +12,7 @@ def weigh(
     Args:
         scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. Of overlaps, only numbers below the diagonal
             count.
-        logs: (n, C) G to the base 2; in float64, as in float32 a large log would cost the others precision.
+        logs: (n, C) G to the base 2; in float64, because in float32 a large log costs the others precision.
         rates: (n, C) b; None where there are no overlaps.
 
     Returns:
@@ -30,13 +30,13 @@ def unweigh(
     dscores: Tensor, dsystem: Tensor | None, scores: Tensor, overlaps: Tensor | None, decays: Tensor, logs: Tensor,
     rates: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Compute the gradients of b and of the logs of decays, as far as they come from pairs of tokens.
+    """Compute the terms that pairs of tokens add to the gradients of b and of the logs of decays.
 
     Args:
         dscores: gradient of the changed scores, which becomes the gradient of Q K^T.
         dsystem: gradient of b times the changed overlaps, in which only numbers below the diagonal count; it becomes
             X + X^T where X is the gradient of K K^T.
-        scores, overlaps, decays: as `weigh` left and returned them.
+        scores, overlaps, decays: scores and overlaps as `weigh` changed them, and the decays that it returned.
         logs, rates: as given to `weigh`.
     """
     by_pair, drates = dscores * scores, None
@@ -65,7 +65,7 @@ def rescale(
         from_start, to_end, rates: (n, C) e^G, e^(G_C - G) and b.
 
     Returns:
-        Sums over the width of dq q, dk k, dread k and dknown v, from before the change, (n, C) each.
+        Sums over the width of dq q, dk k, dread k and dknown v, with the gradients from before the change, (n, C) each.
     """
     dots = [(x * y).sum(dim=2) for x, y in ((dq, q), (dk, k), (dread, k), (dknown, v)) if x is not None]
     dq.mul_(from_start[..., None])

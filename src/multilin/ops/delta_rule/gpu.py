@@ -16,7 +16,7 @@ _kernels, _launch = LazyModule("multilin.ops.delta_rule.gpu_kernels"), LazyModul
 
 
 def refuses(queries: Tensor, *_: object) -> str | None:
-    """The reason why keys are too wide for the kernels, or None."""
+    """Why the kernels cannot take keys of this width, or None if they can."""
     return None if queries.shape[3] <= WIDEST else f"keys of {queries.shape[3]} numbers are wider than {WIDEST}"
 
 
@@ -58,7 +58,7 @@ def _write(
     num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, through_q: Tensor | None,
     memory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`portable.write`, or with `through_q` `portable.write_backward`."""
+    """Compute `portable.write`, or `portable.write_backward` if `through_q` is given."""
     inputs = (added, read, k_to_end, over_chunk, through_q, memory)
     results = _fake_write(num_chunks, *inputs)
     if results[1].numel() == 0:

@@ -32,7 +32,7 @@ def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor, kernels: str = "none",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; `kernels` "cpu" and "gpu" compute some steps, in float32; "none" uses PyTorch."""
+    """See `multilin.ops.delta_rule`; kernels "cpu" or "gpu" compute some steps in float32; "none" uses PyTorch."""
     (num_batch, num_time, num_heads, width), value_width = keys_BTHD.shape, values_BTHE.shape[3]
     chunk = min(CHUNK, num_time)
     tokens = (queries_BTHD, keys_BTHD, values_BTHE, log_decays_BTH, rates_BTH)
@@ -62,7 +62,7 @@ def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
 
 
 class _Chunks(torch.autograd.Function):
-    """Results (N, M, C, E) of N chunks, and the memory after the last; M counts heads of texts, n is N * M."""
+    """Results (N, M, C, E) of N chunks, and the memory after the last; M counts the heads of all texts, n = N * M."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ def write(
         added -= read M        M <- e^(G_C) M + (e^(G_C - G) K)^T added
 
     Args:
-        num_chunks: N; n is N * M: chunk after chunk, each with the M heads of all texts.
+        num_chunks: N. An axis of length n = N * M has chunk after chunk, each with the M heads of all texts.
         added, read, k_to_end: (n, C, E), (n, C, D) or None, (n, C, D); `added` may be overwritten.
         over_chunk: (n, 1, 1) e^(G_C).
         memory_MDE: the memory before the first chunk.
@@ -255,9 +255,9 @@ def _before(x_nC: Tensor) -> Tensor:
 
 
 def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
-    """G, the sums of logs from the chunk's start, to the base 2: PyTorch's e^x is many times slower if it underflows.
+    """G, the sums of logs from the chunk's start, to base 2, because PyTorch's e^x is very slow where it underflows.
 
-    In float64, as in float32 one large log would cost the others precision.
+    They are in float64, because in float32 one large log would cost the others precision.
     """
     if log_decays_nC is None:
         return like.new_zeros(like.shape[:2], dtype=torch.float64)

@@ -66,19 +66,19 @@ def int8_linear(
     token does not depend on the tokens read with it.
 
     The gradient is straight-through: the gradient of the rounded product, as if rounding were the identity.
-    With backward "int8" its two products are int8 too: dy is rounded stochastically (without bias), for dx with one
-    scale per token, for dweight with one per output, after dy was multiplied by the row scales of x, because the sum
-    runs over rows. The random numbers come from torch's default generator of the CPU.
+    With backward "int8" both products of the gradient are int8, too. dy is rounded stochastically, without bias. For
+    dx it gets one scale per token. For dweight, a sum over rows, it is first multiplied by the row scales of x and gets
+    one scale per output. The random numbers come from torch's default generator of the CPU.
 
     Args:
         x: (..., n) float.
         weight: (m, n) float; or Rounded, weights that stay int8.
         bias: (m,) added to the result, or None.
         factor: multiplies the product.
-        levels: levels of the rounded weight; fewer than int8 has simulate coarser storage, see `simulate_rounding`.
+        levels: levels of the rounded weight; all choices but int8 simulate coarser storage, see `simulate_rounding`.
         backward: arithmetic of the gradient's products.
-        parameter: float tensor of the weight's shape that gets the gradient of a Rounded weight; without it, there is
-            no such gradient. Its numbers are not read.
+        parameter: float tensor of the weight's shape that gets the gradient of a Rounded weight; None computes no
+            gradient of such a weight. Its numbers are not read.
 
     Returns:
         (..., m) in the dtype of x, or of autocast.

@@ -24,7 +24,7 @@ class CpuSteps(PortableSteps):
 
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
-        """One scale per row; with a seed rounded without bias."""
+        """Round rows with one scale per row; with a seed, round stochastically without bias."""
         values, scale = torch.empty(x.shape, dtype=torch.int8), _float32(len(x), 1)
         number = -1 if seed is None else int(seed)
         _launch.launch_parts(_kernels.round_rows, x.numel(), x.contiguous(), number, values, scale)
@@ -32,7 +32,7 @@ class CpuSteps(PortableSteps):
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
-        """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
+        """Round row_scale * x without bias: the transpose (width, R), and one scale (width, 1) per column of x."""
         values, scale = torch.empty(x.shape, dtype=torch.int8), _float32(x.shape[1], 1)
         inputs = x.contiguous(), row_scale.float().contiguous(), int(draw_seed())
         num_parts = -(-x.shape[1] // _COLUMNS)
@@ -51,7 +51,7 @@ class CpuSteps(PortableSteps):
 
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
-        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        """Round the products (R, N K J) of left (R, N, K) and right (R, N, J), with one scale per row."""
         values = torch.empty((len(left), num_pairs(left, right)), dtype=torch.int8)
         scale = _float32(len(left), 1)
         factors = (x.float().contiguous() for x in (left, right))
@@ -62,7 +62,7 @@ class CpuSteps(PortableSteps):
     def contract_pairs(
         cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right from the gradient of the pairs, product * row_scale * factor."""
+        """Gradients of left and right; the gradient of their products is product * row_scale * factor."""
         dleft, dright = _float32(*left.shape), _float32(*right.shape)
         inputs = (x.float().contiguous() for x in (row_scale * factor, left, right))
         _launch.launch_parts(_kernels.contract_pairs, product.numel(), product.contiguous(), *inputs, dleft, dright)

@@ -115,7 +115,7 @@ def _scale_row(product, scale, bias, result):
 
 
 def scale_rows(task, elements, index, sources):
-    """One part of the rows of product int32 * scales (rows, 1) + bias (width), which may be empty."""
+    """Compute product (int32) * scales (rows, 1) + bias (width) for one part of the rows; bias may be empty."""
     num_parts, product, scales, bias, result = arguments_of(task)
     first, last = part_of(len(product), num_parts, index)
     for i in range(first, last):
@@ -133,7 +133,7 @@ def round_pairs(task, elements, index, sources):
 
 
 def contract_pairs(task, elements, index, sources):
-    """Gradients of both factors, float32, in one part of the rows from product int32 * scales (rows, 1)."""
+    """Compute float32 gradients of both factors for one part of the rows, from product (int32) * scales (rows, 1)."""
     num_parts, product, scales, left, right, dleft, dright = arguments_of(task)
     N, (first, last) = len(left) // len(product), part_of(len(product), num_parts, index)
     dpairs, no_bias = np.empty(product.shape[1], np.float32), np.empty(0, np.float32)

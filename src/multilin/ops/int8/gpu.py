@@ -93,12 +93,12 @@ class GpuSteps(PortableSteps):
 
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
-        """One scale per row; with a seed rounded without bias."""
+        """Round rows with one scale per row; with a seed, round stochastically without bias."""
         return Rounded(*_round_rows(x.detach(), seed))
 
     @staticmethod
     def round_columns_randomly(x: Tensor, row_scale: Tensor) -> Rounded:
-        """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
+        """Round row_scale * x without bias: the transpose (width, R), and one scale (width, 1) per column of x."""
         return Rounded(*_round_columns(x, row_scale.float(), draw_seed()))
 
     @classmethod
@@ -110,5 +110,5 @@ class GpuSteps(PortableSteps):
 
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
-        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        """Round the products (R, N K J) of left (R, N, K) and right (R, N, J), with one scale per row."""
         return Rounded(*_round_pairs(left, right))

@@ -1,7 +1,7 @@
 """Triton kernels of int8 products: rounding in one pass from memory, and products scaled before they are written.
 
 Rows are divided and rounded as in the portable path, so that both give the same integers. Products of pairs are
-rounded from float32, also for half precision.
+rounded from float32, also if the factors are in half precision.
 """
 
 import triton
@@ -73,7 +73,7 @@ def load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride
 def largest_of_columns(
     p_x, p_row_scale, p_largest, num_rows, width, row_stride, rows_per_part, BR: tl.constexpr, BW: tl.constexpr
 ):
-    """Include a part of the rows in max |row_scale * x| of each column, kept as bits."""
+    """Update max |row_scale * x| of each column, stored as bits, with one part of the rows."""
     i_columns = tl.program_id(0) * BW + tl.arange(0, BW)
     first = tl.program_id(1) * rows_per_part
     largest = tl.zeros((BW,), tl.int32)

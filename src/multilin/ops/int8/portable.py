@@ -41,7 +41,7 @@ class PortableSteps:
 
     @staticmethod
     def round_rows(x: Tensor, seed: Tensor | None = None) -> Rounded:
-        """One scale per row; with a seed rounded without bias."""
+        """Round rows with one scale per row; with a seed, round stochastically without bias."""
         if seed is None:
             return quantize(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -53,7 +53,7 @@ class PortableSteps:
 
     @classmethod
     def round_columns_randomly(cls, x: Tensor, row_scale: Tensor) -> Rounded:
-        """The transpose (width, R) of row_scale * x with one scale (width, 1) per column of x, rounded without bias."""
+        """Round row_scale * x without bias: the transpose (width, R), and one scale (width, 1) per column of x."""
         return cls.round_rows((x.to(row_scale.dtype) * row_scale).t(), draw_seed())
 
     @staticmethod
@@ -66,7 +66,7 @@ class PortableSteps:
 
     @classmethod
     def round_pairs(cls, left: Tensor, right: Tensor) -> Rounded:
-        """left (R, N, K) and right (R, N, J) to their products (R, N K J), one scale per row."""
+        """Round the products (R, N K J) of left (R, N, K) and right (R, N, J), with one scale per row."""
         wide = torch.promote_types(left.dtype, torch.float32)
         return quantize(block_outer.expand(left.to(wide), right.to(wide)))
 
@@ -74,7 +74,7 @@ class PortableSteps:
     def contract_pairs(
         cls, product: Tensor, row_scale: Tensor, factor: Tensor, left: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of left and right from the gradient of the pairs, product * row_scale * factor."""
+        """Gradients of left and right; the gradient of their products is product * row_scale * factor."""
         dleft, dright = block_outer.contract_pairs((product * (row_scale * factor)).t(), left, right)
         return dleft.to(left.dtype), dright.to(right.dtype)
 
@@ -87,7 +87,7 @@ class PortableSteps:
 
     @classmethod
     def outer(cls, left: Tensor, right: Tensor, values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounded pairs contracted by an int8 weight (D, N, K, J)."""
+        """Contract rounded pairs with an int8 weight (D, N, K, J)."""
 
         def contract(rows: slice) -> Tensor:
             pairs = cls.round_pairs(left[rows], right[rows])

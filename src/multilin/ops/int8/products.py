@@ -18,7 +18,7 @@ class Int8Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, values: Tensor, scale: Tensor, bias: Tensor | None,
         factor: float, backward: str, steps: Any,
     ) -> Tensor:  # fmt: skip
-        """The product; keeps x as int8."""
+        """Compute the product, and keep x as int8 for the backward pass."""
         rounded = steps.round_rows(x.reshape(-1, x.shape[-1]))
         result = steps.scaled_product(rounded, values.t(), scale * factor, bias, result_dtype(x))
         ctx.save_for_backward(rounded.values, rounded.scale, values, scale)
@@ -49,7 +49,7 @@ class Int8BlockOuter(torch.autograd.Function):
         ctx: Any, left: Tensor, right: Tensor, weight: Tensor | None, values: Tensor, scale: Tensor,
         factor: float, backward: str, steps: Any,
     ) -> Tensor:  # fmt: skip
-        """The contraction; keeps left and right, and not the products of pairs."""
+        """Compute the contraction; keep left and right for the backward pass, but not the products of pairs."""
         dtype = result_dtype(left)
         lefts, rights = (x.to(dtype).reshape(-1, *x.shape[-2:]) for x in (left, right))
         result = steps.outer(lefts, rights, values, scale * factor, dtype)
@@ -59,7 +59,7 @@ class Int8BlockOuter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dresults: Tensor) -> tuple[Any, ...]:
-        """The products of pairs are not kept, but rounded again."""
+        """The gradients of left, right and weight; the products of pairs are rounded again."""
         refuse_second_derivative("int8_block_outer")
         lefts, rights, values, scale = ctx.saved_tensors
         left_shape, right_shape, weight_dtype, factor, backward, steps = ctx.options

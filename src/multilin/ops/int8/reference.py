@@ -1,11 +1,11 @@
-"""Int8 products, as the equation."""
+"""Int8 products, computed straight from the equation."""
 
 import torch
 from torch import Tensor
 
 
 def round_to_int8(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Integers and their scale, one for the tensor or one per row."""
+    """The rounded integers, and their scales: one for the tensor, or one per row."""
     largest = x.abs().amax() if dim is None else x.abs().amax(dim=dim, keepdim=True)
     scale = largest / 127
     return torch.where(scale == 0, 0.0, x / scale).round(), scale

@@ -28,7 +28,7 @@ def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row
         values = round(x / scale)        scale = max |x| / 127, over the whole tensor or over each row (last axis)
 
     so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding
-    again changes nothing. Ties go to the even number. Nan and inf make the scale nan or inf, never a silent value.
+    again changes nothing. Ties go to the even number. Nan and inf in x make the scale nan or inf.
 
     Args:
         x: any shape, a float dtype.
@@ -62,7 +62,7 @@ def row_scale(x: Tensor) -> Tensor:
 
 
 def _round_by(x: Tensor, scale: Tensor) -> Rounded:
-    """x / scale rounded to the nearest integer; where the scale is 0 there are only zeros."""
+    """x / scale rounded to the nearest integer; where the scale is 0, x and the result are 0."""
     divisor = torch.where(scale == 0, 1.0, scale)
     return Rounded((x / divisor).round_().to(torch.int8), scale)
 
@@ -98,7 +98,7 @@ def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
 
         sim_2bit: +-12, +-36 steps, split at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
 
-    A step is 1/32 of the weight's root mean square; in the source it is 1/32, as weights have variance 1. A weight of
+    A step is 1/32 of the weight's root mean square; in the source it is 1/32, because weights there have variance 1. A weight of
     zeros stays zero. The result has the weight's shape and dtype.
 
     Source: TScale (sim_2bit). The other levels follow the same rule.

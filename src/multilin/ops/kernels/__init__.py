@@ -23,7 +23,7 @@ _PROCESS = os.getpid()
 
 
 class LazyModule:
-    """A module that is imported when one of its names is first read: numba and triton load slowly, or are missing."""
+    """A module, imported when one of its names is first read: numba and triton load slowly, and may be missing."""
 
     def __init__(self, name: str) -> None:
         self._module = name
@@ -35,7 +35,7 @@ class LazyModule:
 
 
 def is_forked() -> bool:
-    """True in a forked process: OpenMP's threads do not survive a fork, and a parallel region hangs or kills it."""
+    """True in a forked process, where OpenMP's threads are gone and a parallel region hangs or kills the process."""
     return os.getpid() != _PROCESS
 
 
@@ -60,7 +60,7 @@ def why_no_triton() -> str | None:
 
 
 def is_interpreted() -> bool:
-    """True if GPU kernels run in Python, wherever their tensors are: correct, and very slow."""
+    """True if Triton interprets GPU kernels in Python, for tensors on any device; this is correct, but very slow."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

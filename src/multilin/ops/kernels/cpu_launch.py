@@ -122,7 +122,7 @@ def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..
 
 @functools.cache
 def _source_digest() -> str:
-    """Hash of the sources of all CPU kernels; numba's cache checks only the file of the compiled function."""
+    """Hash of the sources of all CPU kernels, because numba's cache checks only the file of the compiled function."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.glob("*/cpu*.py")):
         digest.update(path.read_bytes())
@@ -134,7 +134,7 @@ def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> C
 
     Numba numbers the files of a function in one index, without a lock: if two processes compile for different
     types at the same time, one may store its code under the number that the other has entered for its types. A process
-    that loads it then runs code for other types, which damages memory. With separate files, both write the same.
+    that loads it then runs code for other types, which damages memory. With separate files, both write the same code.
     """
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"
@@ -142,7 +142,7 @@ def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> C
 
 
 class _Announcement(event.Listener):
-    """Warns once per process when a kernel is not in the cache on disk and is compiled, which takes seconds."""
+    """Warns once per process when a kernel is not in the cache on disk and must be compiled, which takes seconds."""
 
     def on_start(self, event: Any) -> None:
         warn_once(COMPILING)

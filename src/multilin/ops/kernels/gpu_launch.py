@@ -18,7 +18,7 @@ def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[
     output, as it does while it is measured. The interpreter takes the first config and measures nothing.
 
     Args:
-        configs: constants of the kernel, warps and pipeline stages of each way; first the way likely to be fastest.
+        configs: the ways to compile: constants, warps and pipeline stages. The first should be the likely fastest.
         key: names of the arguments whose values distinguish kinds of calls; dtypes of tensors always do.
     """
     if is_interpreted():
@@ -29,7 +29,7 @@ def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; 2 for kernels that are interpreted on a CPU."""
+    """The number of streaming multiprocessors of the device; 2 for kernels that are interpreted on a CPU."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -40,7 +40,7 @@ def linear_cross_entropy(
 
     With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 are
     ignored. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
-    about 2^23 numbers, or 2^26 on a GPU, whatever N is. Under autocast the matrix products run in its dtype; softmax,
+    about 2^23 numbers, or 2^26 on a GPU, whatever N is. Under autocast the matrix products use its dtype; softmax,
     loss and the sum of the weight's gradient stay in float32.
 
     Args:
@@ -48,10 +48,10 @@ def linear_cross_entropy(
         weight: (V, D) output embedding.
         bias: (V,) added to the logits, or None.
         targets: (N,) token ids, or -100.
-        label_smoothing: share of the target distribution spread evenly, in [0, 1).
+        label_smoothing: share of the target distribution that is spread evenly over the vocabulary, in [0, 1).
 
     Returns:
-        A scalar in float32 (float64 for float64 inputs). Differentiable once in hidden, weight and bias.
+        A scalar in float32 (float64 for float64 inputs). It has first derivatives in hidden, weight and bias.
 
     Raises:
         InputError: not one target per row, a target that is no token id (checked only on a CPU),
@@ -88,7 +88,7 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
 
 
 def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
-    """The rows that are not ignored; None if no row is ignored, and on a GPU, which would wait for their number."""
+    """The rows that are not ignored; None if no row is ignored, and on a GPU, where finding them would synchronise."""
     check_shapes(("targets", targets_N, hidden.shape[:1]))
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None
@@ -114,7 +114,7 @@ def _chunks(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor,
     label_smoothing: float, *, makes_gradient: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
-    """Chunk by chunk: rows, losses, and gradients of logits and bias; see `portable.losses_and_gradient`."""
+    """For each chunk: its rows, losses, and gradients of logits and bias; see `portable.losses_and_gradient`."""
     num_rows = rows_of_chunk(len(weight_VD), weight_VD.device)
     for first in range(0, max(len(hidden_ND), 1), num_rows):
         rows = slice(first, min(first + num_rows, len(hidden_ND)))

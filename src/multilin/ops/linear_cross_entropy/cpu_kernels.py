@@ -1,6 +1,6 @@
 """The kernel of `linear_cross_entropy`: it reads and writes each row of logits once, and works in the cache.
 
-With x = l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_target - s mean(x), and its gradient
+With x = l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_target - s mean(x). Its gradient is
 p - s / V - (1 - s) onehot(target).
 """
 

@@ -17,8 +17,8 @@ def losses_and_gradient(
         makes_gradient: False if only the losses are used; the other results are then undefined.
 
     Returns:
-        Losses (N,) in nats; the gradient of their sum with respect to the logits (N, V), in the logits' dtype; and with
-        respect to the bias (V,), None if the bias needs none.
+        Losses (N,) in nats; the gradient of their sum with respect to the logits (N, V), in the logits' dtype; and its
+        gradient with respect to the bias (V,), None if the bias needs no gradient.
     """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if bias_V is not None:

@@ -1,4 +1,4 @@
-"""The cross entropy of a linear output layer, as its equation: all logits at once."""
+"""The cross entropy of a linear output layer, computed straight from its equation, with all logits at once."""
 
 import torch
 from torch import Tensor

@@ -50,16 +50,16 @@ def linear_recurrence(
 
     Args:
         inputs: (B, T, 2, D) k and u, side by side, as from one matrix product; k may be -inf, so that z = 0.
-        state: returned by an earlier call, to continue from.
+        state: the state that an earlier call returned; h continues from it.
         starts: (B, T) True where a new text begins: h is 0 before it.
-        padding: (B, T) True where there is no token: h stays as it is.
-        needs_state: False if the sequence ends here: no state is built, and None is returned for it.
+        padding: (B, T) True at padding, where h stays as it is.
+        needs_state: False if the text ends here: None is returned in place of the state.
 
     Returns:
         The hidden states (B, T, D) in the dtype of `inputs`, and the state after the last token.
 
     Raises:
-        InputError: inputs that are not pairs.
+        InputError: inputs whose third axis is not of length 2.
 
     Cost: O(B T D) time: forward one pass over inputs and hidden states, backward one over these and their gradients.
     Source: "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU with the continuous g of its appendix.

@@ -16,7 +16,7 @@ _kernels, _launch = (
 
 
 def forward(inputs: Tensor, before: Tensor, starts: Tensor | None, hidden: Tensor, after: Tensor) -> None:
-    """Fill in the hidden states and the last of them."""
+    """Write the hidden states to `hidden`, and the last hidden state to `after`."""
     _start(_kernels.forward, before, inputs, starts, hidden, after)
 
 
@@ -24,7 +24,7 @@ def backward(
     inputs: Tensor, before: Tensor, starts: Tensor | None, hidden: Tensor, dhidden: Tensor, dafter: Tensor,
     dinputs: Tensor, dbefore: Tensor,
 ) -> None:  # fmt: skip
-    """Fill in the gradients of the inputs and of h before them."""
+    """Write the gradient of the inputs to `dinputs`, and the gradient of `before` to `dbefore`."""
     nothing = hidden.new_zeros(hidden.shape[-1])
     _start(_kernels.backward, before, inputs, starts, nothing, hidden, dhidden, dafter, dinputs.flatten(2), dbefore)
 

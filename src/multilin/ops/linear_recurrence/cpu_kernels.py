@@ -27,7 +27,7 @@ def shares(k):
 
 @njit(forceinline=True, **SCALARS)
 def keep(x, z, q):
-    """q x, computed as x - z x for small z: the rounding error of a q near 1 would be the same at every token."""
+    """q x, computed as x - z x for small z, because a q near 1 would have the same rounding error at every token."""
     return x - z * x if z < q else q * x
 
 
@@ -68,7 +68,7 @@ def channels_of(num_pieces, piece, width):
 
 
 def forward(task, elements, index, sources):
-    """One text and piece of its channels: hidden states (texts * positions, width), and the last of them."""
+    """For one text and piece of its channels: hidden states (texts * positions, width), and the last hidden state."""
     _, num_pieces, befores, inputs, starts, hidden, after = arguments_of(task)
     (num_texts, width), text = befores.shape, index // num_pieces
     first, last = channels_of(num_pieces, index % num_pieces, width)
@@ -82,7 +82,7 @@ def forward(task, elements, index, sources):
 
 
 def backward(task, elements, index, sources):
-    """One text and piece of its channels: the gradients of inputs and of h before them."""
+    """For one text and piece of its channels: the gradients of the inputs, and of h before the first input."""
     _, num_pieces, befores, inputs, starts, nothing, hidden, dhidden, dafter, dinputs, dbefore = arguments_of(task)
     (num_texts, width), text = befores.shape, index // num_pieces
     first, last = channels_of(num_pieces, index % num_pieces, width)

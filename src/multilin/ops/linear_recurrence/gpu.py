@@ -17,7 +17,7 @@ _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 
 
 def forward(inputs: Tensor, before: Tensor, starts: Tensor | None, hidden: Tensor, after: Tensor) -> None:
-    """Fill in the hidden states and the last of them."""
+    """Write the hidden states to `hidden`, and the last hidden state to `after`."""
     _start("forward", inputs, starts, None, before, hidden, after)
 
 
@@ -25,12 +25,12 @@ def backward(
     inputs: Tensor, before: Tensor, starts: Tensor | None, hidden: Tensor, dhidden: Tensor, dafter: Tensor,
     dinputs: Tensor, dbefore: Tensor,
 ) -> None:  # fmt: skip
-    """Fill in the gradients of the inputs and of h before them."""
+    """Write the gradient of the inputs to `dinputs`, and the gradient of `before` to `dbefore`."""
     _start("backward", inputs, starts, dhidden, before, hidden, dafter, dinputs, dbefore)
 
 
 def _start(kernel: str, inputs: Tensor, starts: Tensor | None, dhidden: Tensor | None, *others: Tensor) -> None:
-    """Start a kernel, after the kernel that sums up the parts of time if there are several."""
+    """Start a kernel; if time has several parts, first start the kernel that sums up each part."""
     num_texts, num_time, _, width = inputs.shape
     chunk = _launch.block_of(num_time, CHUNK)
     programs = num_texts * -(-width // BLOCK)

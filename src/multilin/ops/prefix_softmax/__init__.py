@@ -60,7 +60,7 @@ def prefix_softmax(
     Returns:
         The means (B, T, H, D) in the dtype of `values`, and the state after the last token. Without a window, the state
         is one summary token, whose logit is float64; with a window, the last window - 1 tokens; for a ring, only the
-        new tokens. Its other numbers are float32 (float64 if an input is float64).
+        new tokens. All other numbers are float32 (float64 if an input is float64).
 
     Raises:
         InputError: a window below 1, own_logits with a window or null_logit, or shapes that do not fit.

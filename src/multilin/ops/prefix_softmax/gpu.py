@@ -1,7 +1,7 @@
 """Start the GPU kernels of the running softmax mean: divide the work, allocate results and scratch.
 
 The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Without a window, each value
-is read once forward, or twice if time is cut because texts and heads are few. With a window, it is two to four times.
+is read once forward, or twice if time is cut because texts and heads are few. With a window, each value is read two to four times.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def plan(values: Tensor, window: int | None) -> Plan:
 def _constants(cut: Plan) -> dict[str, int]:
     """Constants of all kernels that compute parts of time.
 
-    On an H200, 4 warps and 2 stages are by far the fastest with windows. Without, no other choice is 5 % faster.
+    On an H200, 4 warps and 2 stages are by far the fastest with windows. Without a window, no choice is 5 % faster.
     """
     return {"CHUNK": CHUNK, "BLOCK_D": cut.width, "num_warps": 4, "num_stages": 2}
 

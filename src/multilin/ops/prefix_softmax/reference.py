@@ -13,7 +13,7 @@ from multilin.ops.softmax import softmax
 
 
 class PrefixSoftmaxState(NamedTuple):
-    """Tokens that later positions may still read: the last `window - 1`, or one summary token without a window.
+    """Tokens that later positions may read: with a window, the last `window - 1`; without one, a single summary token.
 
     One summary token can replace all tokens read so far: its value is their mean, its logit the log of their total
     weight. So a state always holds tokens, which the next call reads before the new tokens. Missing tokens have the

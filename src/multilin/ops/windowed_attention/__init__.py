@@ -58,7 +58,7 @@ def windowed_attention(
     Args:
         queries, keys: (B, T, H, D).
         values: (B, T, H, E); E may differ from D. All three may be float64, float32 or bf16.
-        window: the number of tokens before a position that it reads, itself excluded; with 0, it reads only itself.
+        window: the number of earlier tokens that each position reads; with 0, each position reads only itself.
         scale: factor on the product of query and key.
         slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
         null_key: whether there is a null key.
@@ -77,7 +77,7 @@ def windowed_attention(
     Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times as many with backward, in
     float32 or better even for bf16 inputs. Memory in proportion to the inputs, since weights exist for one tile at a
     time and are computed again backward.
-    Source: 3Lin and TScale; the width schedule and the decays in their documents.
+    Source: the documents of 3Lin and TScale, which also give the decays and the width schedule.
     """
     _check_reach(window, slope, hyper)
     check_heads(queries, keys, values)

@@ -97,7 +97,7 @@ def forward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr, BL: tl.constexpr,
     is_wide: tl.constexpr, DECAY: tl.constexpr, NULL_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the means of a tile of queries, each one's largest score `top`, and the `total` of exp(score - top)."""
+    """Compute the means of a tile of queries, and each query's largest score `top` and `total` of exp(score - top)."""
     T, S, H, window, decays = call.num_new, call.num_all, call.num_heads, call.window, load_decays(call)
     i_first = tl.program_id(1) * BQ
     i_times = i_first + tl.arange(0, BQ)

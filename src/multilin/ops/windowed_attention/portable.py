@@ -91,7 +91,7 @@ def one_token(
 
 
 def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | None:
-    """Why `one_token` does not take a call, or None; `most` is 1 on a CPU, else 0, as GPU kernels take window 1."""
+    """Why `one_token` does not take a call, or None; `most` is 1 on a CPU, else 0: GPU kernels take window 1."""
     return None if window <= most else f"the window is larger than {most}"
 
 

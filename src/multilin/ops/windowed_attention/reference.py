@@ -67,7 +67,7 @@ def last_tokens(
 
 
 def texts(starts_BT: Tensor, length: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The number of each token's text (B, length); tokens of the state, before the new ones, are in text 0."""
+    """The index of each token's text (B, length); the state's tokens, which precede the new tokens, are in text 0."""
     return pad(starts_BT.cumsum(dim=1, dtype=dtype), (length - starts_BT.shape[1], 0))
 
 

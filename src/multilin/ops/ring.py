@@ -1,4 +1,4 @@
-"""Windows as rings: buffers in which a new token replaces the oldest token, so that no step copies a window.
+"""Windows as rings: buffers in which a new token replaces the oldest token, so no step copies a window.
 
 The state that an op returns holds the last tokens in order. While a sequence is generated token by token, these tokens
 lie in a ring of S slots: slot n mod S holds token number n of the sequence. An op that gets a `Ring` reads it and returns

@@ -98,8 +98,8 @@ def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
 
         sim_2bit: +-12, +-36 steps, split at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
 
-    A step is 1/32 of the weight's root mean square; in the source it is 1/32, because weights there have variance 1. A weight of
-    zeros stays zero. The result has the weight's shape and dtype.
+    A step is 1/32 of the weight's root mean square; in the source it is 1/32, because weights there have variance 1. A
+    weight of zeros stays zero. The result has the weight's shape and dtype.
 
     Source: TScale (sim_2bit). The other levels follow the same rule.
     """

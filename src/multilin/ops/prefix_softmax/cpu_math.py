@@ -1,8 +1,8 @@
 """Steps that the CPU kernels of the prefix softmax share: rows in memory, alias names, weights of running means.
 
 A kernel computes a group of positions in two stages. The first stage turns logits into weights in [0, 1]: (rows, H)
-scalars, with the heads in the SIMD lanes. Only this stage knows text starts, padding, windows and the null token. The second
-stage multiplies vectors by these weights and adds them.
+scalars, with the heads in the SIMD lanes. Only this stage knows text starts, padding, windows and the null token.
+The second stage multiplies vectors by these weights and adds them.
 
 Names: `i` row of the group, `h` head, `d` component of a head, `k` component of all heads together.
 """

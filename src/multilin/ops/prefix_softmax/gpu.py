@@ -1,7 +1,8 @@
 """Start the GPU kernels of the running softmax mean: divide the work, allocate results and scratch.
 
 The formulas are in `gpu_math`, the kernels in `gpu_forward` and `gpu_backward`. Without a window, each value
-is read once forward, or twice if time is cut because texts and heads are few. With a window, each value is read two to four times.
+is read once forward, or twice if time is cut because texts and heads are few. With a window, each value is read two to
+four times.
 """
 
 from typing import Any, NamedTuple

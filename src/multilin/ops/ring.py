@@ -1,8 +1,8 @@
 """Windows as rings: buffers in which a new token replaces the oldest token, so no step copies a window.
 
 The state that an op returns holds the last tokens in order. While a sequence is generated token by token, these tokens
-lie in a ring of S slots: slot n mod S holds token number n of the sequence. An op that gets a `Ring` reads it and returns
-a state of the same type with only the new tokens, which the model writes into the ring.
+lie in a ring of S slots: slot n mod S holds token number n of the sequence. An op that gets a `Ring` returns
+a state of the same type with only the new tokens. The model writes them into the ring.
 """
 
 from typing import Any, NamedTuple

@@ -43,7 +43,7 @@ class TScaleShared(LayerOptions):
     """Options that all layers of a model share."""
 
     num_heads: Multiple | None = None  # number of heads; null is hidden size / head size
-    head_size: Width | None = None  # width of heads: a multiple of 4 (of 64 above 64); null: hidden size / heads, or at most 128
+    head_size: Width | None = None  # a multiple of 4 (of 64 above 64); null: hidden size / heads, or at most 128
     expansion: Multiple = 1  # width of the feed-forward, in multiples of the width of all heads
     rotary_base: Positive = 500_000.0  # base of the rotary frequencies
     scale: Factor | None = None  # factor on the logits; null is 0.5 / sqrt(head size)

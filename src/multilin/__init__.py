@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multilin.errors import InputError
+    from multilin.files.trust import trust_code
     from multilin.model import MultilinConfig, MultilinForCausalLM, MultilinModel, TextState
 
 __version__ = "0.2.0"
-__all__ = ["InputError", "MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState"]
+__all__ = ["InputError", "MultilinConfig", "MultilinForCausalLM", "MultilinModel", "TextState", "trust_code"]
+_LIGHT = {"InputError": "multilin.errors", "trust_code": "multilin.files.trust"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module("multilin.errors" if name == "InputError" else "multilin.model")
+    module = importlib.import_module(_LIGHT.get(name, "multilin.model"))
     return getattr(module, name)
 
 

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, PreTrainedModel
 
 from multilin.analysis.settings import ModelSizes
-from multilin.architectures import architectures
-from multilin.architectures.base import Architecture
+from multilin.architectures.base import Architecture, get_architecture
+from multilin.architectures.own_file import resolve
 from multilin.errors import InputError, nearest
+from multilin.files.trust import is_own
 from multilin.model import TextState
-from multilin.model.factory import create_model, evaluation_mode, layers_of, model_names
+from multilin.model.factory import BASELINES, create_model, evaluation_mode, layers_of, model_names
 from multilin.model.memory import check_memory, parameter_bytes
 from multilin.runs.load import load_model, longest_text
 
@@ -78,7 +79,9 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
         if sizes != ModelSizes():
             raise InputError(f"MODEL: {name} is a folder, whose model has its own sizes; leave out the flags for sizes")
         return describe_model(load_model(Path(name))), None
-    if name not in model_names():
+    if is_own(name):
+        name = resolve(name, is_typed=True)
+    elif name not in model_names():
         hint = nearest(name, model_names()) or f"; known are {', '.join(model_names())}"
         raise InputError(f"MODEL: {name!r} is neither a folder nor an architecture{hint}")
     with torch.device("meta"):
@@ -90,7 +93,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
     )
     # The weights stay uninitialised: their values do not matter, and drawing them would take most of the time.
     model.to_empty(device="cpu").tie_weights()
-    return describe_model(model), architectures().get(name)
+    return describe_model(model), get_architecture(name) if name not in BASELINES else None
 
 
 def describe_model(model: PreTrainedModel) -> ModelInfo:

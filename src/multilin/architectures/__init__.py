@@ -8,5 +8,5 @@ from multilin.architectures.base import architectures, get_architecture, registe
 __all__ = ["architectures", "get_architecture", "register"]
 
 for _found in pkgutil.iter_modules(__path__):
-    if _found.name != "base":
+    if _found.name not in ("base", "own_file", "plain_module"):
         register(importlib.import_module(f"{__name__}.{_found.name}").architecture)

@@ -126,6 +126,7 @@ class Architecture:
 
 
 _registry: dict[str, Architecture] = {}
+_own: dict[str, Architecture] = {}  # from users' files, by permanent name
 _left_out: set[str] = set()  # warnings about entry points that cannot be loaded
 
 
@@ -133,6 +134,11 @@ def register(architecture: Architecture) -> None:
     """Add an architecture to the registry."""
     if _registry.setdefault(architecture.name, architecture) is not architecture:
         raise InputError(f"architecture: {architecture.name!r} is the name of two architectures")
+
+
+def adopt(architecture: Architecture) -> None:
+    """Make an architecture from a user's file known by its permanent name; `architectures` does not list it."""
+    _own[architecture.name] = architecture
 
 
 def architectures() -> dict[str, Architecture]:
@@ -162,6 +168,8 @@ def get_architecture(name: str) -> Architecture:
     Raises:
         InputError: there is no such architecture; the message names the most similar name.
     """
+    if name in _own:
+        return _own[name]
     known = _registry if name in _registry else architectures()
     if name not in known:
         hint = nearest(name, known) or f"; known are {', '.join(known)}"

@@ -31,6 +31,7 @@ from multilin.cli.serve import serve
 from multilin.cli.text import prepare, tokenizer_show, tokenizer_train
 from multilin.cli.train import train
 from multilin.errors import InputError, nearest, system_error
+from multilin.files.trust import trust_all
 from multilin.ops.threads import following_load
 from multilin.training.environment import drop_empty
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
@@ -38,6 +39,7 @@ from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 FIRST_SECONDS = 5.0  # that the other processes of a machine wait, so that the first one reports bad input
 HELP = ("-h", "--help", "help")
+TRUST = "--trust-code"
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
     demo, prepare, plan, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export,
@@ -94,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> None:
     for argument in arguments:
         argument.encode()  # raises on bytes that are not UTF-8, which Python passes on as surrogates
+    if TRUST in arguments:
+        arguments.remove(TRUST)
+        trust_all()
     if not arguments or arguments[0] in HELP:
         _print_overview(list(VERBS))
     elif (verbs := _verbs_after(arguments[0])) and arguments[1:2] and arguments[1] in HELP:
@@ -136,6 +141,7 @@ def _print_overview(verbs: list[str]) -> None:
     for verb in verbs:
         print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
+    print("With `--trust-code`, a verb runs the Python code in a model's folder; read it first.")
     print("To let glibc return freed memory to the system, which is slower, set MULTILIN_ALLOCATOR=system.")
 
 

@@ -13,10 +13,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from multilin.architectures.base import LayerOptions, get_architecture
+from multilin.architectures.own_file import sources_of
 from multilin.errors import InputError, listed, prefixed, shown
 from multilin.layers.base import Layer, ParameterHolder
 from multilin.layers.blocks import TileNorm
 from multilin.layers.linear import Arithmetic, Linear, set_arithmetic
+from multilin.layers.plain import PlainMixer
 from multilin.model.config import MultilinConfig, write_auto_file
 from multilin.model.embedding import TokenEmbedding, check_tokens
 from multilin.model.row_layout import ColumnOrder, Packing, check_mask, pads_after_tokens, read_packing
@@ -37,12 +39,24 @@ class MultilinPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Save as transformers does, with one more file, which names the package that the model needs."""
+        """Save as transformers does, with the code of layers from users' files, and a file that imports multilin."""
         if is_main_process and not Path(save_directory).is_file():
-            write_auto_file(Path(save_directory))
+            sources = sources_of(entry["architecture"] for entry in self.config.layers)
+            write_auto_file(Path(save_directory), sources)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        """Load a model as transformers does; layers from users' files compute again the tensors that are not saved."""
+        loaded = super().from_pretrained(*arguments, **options)
+        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+            if isinstance(module, PlainMixer):
+                module.restore_unsaved()
+        return loaded
+
     def _init_weights(self, module: nn.Module) -> None:
+        if getattr(module, "keeps_own_weights", False):
+            return  # a module from a user's file
         if isinstance(module, Linear) and module.arithmetic.stored_as_int8:
             return  # its weights come from a file
         std = getattr(module, "initializer_range", self.config.initializer_range)
@@ -276,7 +290,8 @@ def _build_layer(config: MultilinConfig, index: int, options: LayerOptions) -> L
     with prefixed(f"layers.{index}.") if is_hybrid else contextlib.nullcontext():
         layer = get_architecture(name).layer(config.hidden_size, options)
     for module in layer.modules():
-        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, DRAWN):
+        is_own = getattr(module, "keeps_own_weights", False)
+        if any(True for _ in module.parameters(recurse=False)) and not (is_own or isinstance(module, DRAWN)):
             raise InputError(
                 f"architecture: {type(module).__name__} of {name!r} has parameters, "
                 f"but the model initialises only those of {listed([kind.__name__ for kind in DRAWN])}"

@@ -11,7 +11,9 @@ from annotated_types import MaxLen
 from transformers import PretrainedConfig
 
 from multilin.architectures.base import LayerOptions, Sizes, get_architecture
+from multilin.architectures.own_file import Source, open_files, resolve, resolve_fields
 from multilin.errors import InputError, nearest, prefixed, shorten, shown
+from multilin.files.trust import own_names
 from multilin.layers.linear import Arithmetic
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
@@ -136,8 +138,19 @@ class MultilinConfig(PretrainedConfig):
         super().__init__(**{**kwargs, "tie_word_embeddings": self.tie_word_embeddings})
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Load a config as transformers does, and the code of its layers from users' files, if it is trusted.
+
+        Raises:
+            InputError: the code is missing, or its hash is not trusted, see `multilin.trust_code`.
+        """
+        kwargs.setdefault("name_or_path", pretrained_model_name_or_path)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config as transformers does, but check keyword arguments as strictly as the fields of the file."""
+        _open_code(config_dict, kwargs.get("name_or_path"))
         own = [*FIELDS, *TOKEN_IDS, *cls.attribute_map, "num_hidden_layers"]
         given = {name: kwargs.pop(name) for name in own if name in kwargs}
         return super().from_dict({**config_dict, **given}, **kwargs)
@@ -204,7 +217,7 @@ class MultilinConfig(PretrainedConfig):
         """The configuration of an architecture's preset at these sizes.
 
         Args:
-            name: a registered architecture.
+            name: a registered architecture, or a file with a layer, FILE.py:Class, which is run.
             hidden_size, num_layers, vocab_size, n_positions: see the class.
             options: choices of the architecture's preset (heads, windows, ...).
             layers: entries as in the class, which replace the preset's layers; its other fields stay. Each entry has
@@ -217,6 +230,8 @@ class MultilinConfig(PretrainedConfig):
         """
         if layers is not None:
             num_layers = _count_layers(layers, num_layers, options)
+            layers = resolve_fields({"layers": list(layers)}, is_typed=True)["layers"]
+        name = resolve(name, is_typed=True)
         if num_layers is None:
             raise InputError("num_layers: none given, but it is needed where no layers are listed")
         sizes = load_settings(Sizes, {
@@ -258,7 +273,27 @@ def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mappin
     return len(layers)
 
 
-def write_auto_file(folder: Path) -> None:
-    """Write the file that `AUTO_MAP` names."""
+def _open_code(values: Mapping[str, Any], name: Any) -> None:
+    """Load the layers from users' files of a config in a folder or on the hub."""
+    names = own_names(values)
+    if not names or name is None:
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(name), revision=values.get("_commit_hash"), allow_patterns="*.py"))
+    open_files(names, folder)
+
+
+def write_auto_file(folder: Path, sources: Mapping[str, Source]) -> None:
+    """Write the file that `AUTO_MAP` names, and the code of layers from users' files under the given names.
+
+    Whoever runs the first file, with `trust_remote_code=True`, trusts the others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / AUTO_FILE).write_text(_AUTO_TEXT, encoding="utf-8")
+    trusted = [f"trust_hash({source.hash!r})  # {name}\n" for name, source in sources.items()]
+    more = ["from multilin.files.trust import trust_hash\n\n", *trusted] if trusted else []
+    (folder / AUTO_FILE).write_text("".join([_AUTO_TEXT, *more]), encoding="utf-8")
+    for name, source in sources.items():
+        (folder / name).write_bytes(source.code)

@@ -9,7 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from multilin.architectures.base import Sizes, TrainingDefaults, architectures, get_architecture
+from multilin.architectures.own_file import resolve, resolve_fields
 from multilin.errors import InputError, nearest, shown
+from multilin.files.trust import is_own
 from multilin.model.baselines import BiasedGPT2Config, ScaledLlamaConfig
 from multilin.model.config import MultilinConfig, TokenIds
 from multilin.settings import load_settings, settings
@@ -78,7 +80,8 @@ def create_config(
     """The config of a model with these sizes.
 
     Args:
-        architecture: a registered architecture, or "gpt2" or "llama", transformers' own models.
+        architecture: a registered architecture, a trusted file with a layer (FILE.py:Class), or "gpt2" or "llama",
+            transformers' own models.
         hidden_size, num_layers, vocab_size: D, number of layers (6 if not given), V.
         n_positions: longest text the model must read.
         options: choices of the architecture's preset; num_heads and dropout for the baselines.
@@ -90,7 +93,9 @@ def create_config(
     """
     if num_layers is None and layers is None:
         num_layers = DEFAULT_NUM_LAYERS
-    _check_name(architecture)
+    architecture = _check_name(architecture)
+    if layers is not None:
+        layers = resolve_fields({"layers": list(layers)}, is_typed=False)["layers"]
     given: dict[str, Any] = {
         "hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "n_positions": n_positions
     }  # fmt: skip
@@ -123,10 +128,14 @@ def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(create_config(architecture, **sizes))
 
 
-def _check_name(architecture: str) -> None:
+def _check_name(architecture: str) -> str:
+    """The name, of a file the permanent one."""
+    if is_own(architecture):
+        return resolve(architecture, is_typed=False)
     if architecture not in model_names():
         hint = nearest(architecture, model_names()) or f"; known are {', '.join(model_names())}"
         raise InputError(f"model.architecture: {shown(architecture)} is not known{hint}")
+    return architecture
 
 
 def training_defaults(architecture: str) -> TrainingDefaults:
@@ -135,7 +144,7 @@ def training_defaults(architecture: str) -> TrainingDefaults:
     Raises:
         InputError: an unknown name.
     """
-    _check_name(architecture)
+    architecture = _check_name(architecture)
     if architecture in BASELINES:
         return TrainingDefaults()
     return get_architecture(architecture).expand(Sizes(1, 1, 1, 1), {}).training

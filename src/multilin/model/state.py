@@ -1,11 +1,11 @@
-"""The state of a text: a model's memory of all tokens that it has read, of constant size.
+"""The state of a text: a model's memory of all tokens that it has read.
 
 Users hold a `TextState`. It has a value for each part of the model, the embedding and then every layer: a (nested)
 NamedTuple of tensors. While a text is read token by token, the windows in these values lie in rings (see
 `multilin.ops.ring`), which are written in place; the functions below `open_state` lay them out and grow them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -283,49 +283,77 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
     return given
 
 
+def parts_of(state: Any) -> dict[str, Any] | None:
+    """The parts of a nest (NamedTuple, tuple, list or dictionary) by name or number; None if it is no nest."""
+    if isinstance(state, dict):
+        return {str(name): part for name, part in state.items()}
+    if isinstance(state, tuple | list):
+        names = getattr(state, "_fields", map(str, range(len(state))))
+        return dict(zip(names, state, strict=True))
+    return None
+
+
+def like(state: Any, parts: Sequence[Any]) -> Any:
+    """A nest of the kind of `state` with other parts."""
+    if isinstance(state, dict):
+        return type(state)(zip(state, parts, strict=True))
+    return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+
+
 def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> Any:
-    """Apply a function to every tensor of a (nested) NamedTuple, together with the same tensors of `others`."""
+    """Apply a function to every tensor of a nest, together with the same tensors of `others`."""
     if isinstance(state, Tensor):
         return function(state, *others)
-    if state is None or isinstance(state, int):
+    parts = parts_of(state)
+    if parts is None:
         return state
-    return type(state)(*(map_tensors(function, *parts) for parts in zip(state, *others, strict=True)))
+    nests = [parts.values(), *((parts_of(other) or {}).values() for other in others)]
+    return like(state, [map_tensors(function, *those) for those in zip(*nests, strict=True)])
 
 
 def tensors_of(states: Any) -> Iterator[Tensor]:
-    """Every tensor of (nested) NamedTuples and lists of them, in order."""
+    """Every tensor of a nest, in order."""
     if isinstance(states, Tensor):
         yield states
-    elif isinstance(states, tuple | list):
-        for part in states:
-            yield from tensors_of(part)
+    for part in (parts_of(states) or {}).values():
+        yield from tensors_of(part)
 
 
 def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a (nested) NamedTuple with its dotted name."""
+    """Every tensor of a nest with its dotted name."""
     if isinstance(state, Tensor):
         yield name, state
-    elif state is not None:
-        for field, part in zip(state._fields, state, strict=True):
-            yield from named_tensors(part, f"{name}.{field}")
+    for field, part in (parts_of(state) or {}).items():
+        yield from named_tensors(part, f"{name}.{field}")
 
 
 def put_rows(states: list[Any], parts: list[Any], rows: Tensor) -> list[Any]:
     """The states with `rows` replaced by the rows of `parts`, in order."""
 
     def put(old: Tensor, new: Tensor) -> Tensor:
+        old, new = padded(old, new), padded(new, old)  # a state may grow
         return old.index_copy(0, rows, new.to(old.dtype))
 
     return [map_tensors(put, *pair) for pair in zip(states, parts, strict=True)]
+
+
+def padded(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor with zeros at its ends, so that no axis but the first is shorter than in the other tensor."""
+    if tensor.shape[1:] == other.shape[1:]:
+        return tensor
+    sizes = zip(reversed(tensor.shape[1:]), reversed(other.shape[1:]), strict=True)
+    return torch.nn.functional.pad(tensor, [edge for own, size in sizes for edge in (0, max(size - own, 0))])
 
 
 def map_windows(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Apply a function to every window of a (nested) state, together with the values at its place in `others`."""
     if isinstance(state, Ring) or slots_of(state) is not None:
         return function(state, *others)
-    if state is None or isinstance(state, Tensor):
+    parts = parts_of(state)
+    if parts is None or any(parts_of(other) is None for other in others):
         return others[0] if others else state
-    return type(state)(*(map_windows(function, *parts) for parts in zip(state, *others, strict=True)))
+    nests = [parts.values(), *((parts_of(other) or {}).values() for other in others)]
+    return like(state, [map_windows(function, *those) for those in zip(*nests, strict=True)])
 
 
 def to_ring(state: Any, num_read_B: Tensor, num_new: int) -> Any:
@@ -408,9 +436,7 @@ def write(ring: Any, new: Any, num_read_B: Tensor) -> Any:
 def join_rings(state: Any, other: Any) -> Any:
     """Join two (nested) states whose windows are rings into one state with the rows of both."""
     if isinstance(state, Tensor):
-        return torch.cat([state, other])
-    if state is None or isinstance(state, int):
-        return state
+        return torch.cat([padded(state, other), padded(other, state)])  # a state may grow
     if isinstance(state, Ring):
         num_slots = max(state.num_slots, other.num_slots)
         state, other = (_with_slots(ring, num_slots) for ring in (state, other))
@@ -418,7 +444,11 @@ def join_rings(state: Any, other: Any) -> Any:
         both = join_rings(state.tokens, other.tokens)
         laid_out = {name: _lay_out(getattr(both, name), both) for name in names}
         return Ring(both._replace(**laid_out), torch.cat([state.num_read_B, other.num_read_B]), state.num_kept)
-    return type(state)(*(join_rings(*parts) for parts in zip(state, other, strict=True)))
+    parts = parts_of(state)
+    if parts is None:
+        return state
+    pairs = zip(parts.values(), (parts_of(other) or {}).values(), strict=True)
+    return like(state, [join_rings(*pair) for pair in pairs])
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:

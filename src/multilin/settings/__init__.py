@@ -43,7 +43,9 @@ def field_help(cls: type) -> dict[str, str]:
     """The comment on the line of each field, also of inherited fields."""
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
+        if "HELP" in vars(base):  # made from a signature, so without source
+            comments |= base.HELP  # type: ignore[attr-defined]
+        elif dataclasses.is_dataclass(base):
             comments |= dict(re.findall(r"^\s+(\w+): .*  # (.+)$", inspect.getsource(base), re.MULTILINE))
     return {field.name: comments.get(field.name, "") for field in dataclasses.fields(cls)}
 

@@ -17,6 +17,7 @@ from multilin.data.files import file_format
 from multilin.data.settings import DEFAULT_KIND, DataRecipe, TokenizerRecipe
 from multilin.errors import InputError, nearest, shorten, shown
 from multilin.files import write_whole
+from multilin.files.trust import own_names
 from multilin.runs.files import RECIPE_FILE
 from multilin.settings import bounds, load_settings, settings, without_empty
 from multilin.settings.inputs import read_yaml, to_yaml
@@ -83,16 +84,20 @@ def load_recipe(
     path = None if name_or_path is None else _find(name_or_path)
     values = {} if path is None else _read(path)
     is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
-    if is_run:
+    if path is not None and is_run:
         if "output" not in values:
             raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since then
+        _open_layers(values.get("model"), path.parent)
         if overrides.get("model.start") not in (None, get(values, "model.start")):
             values = without(values, _OF_START)
     if "model.start" in overrides:
         values = without(values, ["model.start_hash"])  # the hash of the recipe's own `model.start`
+    overrides = {**overrides, **_named_layers(overrides, "model.", is_typed=True)}
     own = _changed(values, overrides)
     values = overlay(nest(defaults or {}), own)
+    if own_names(values.get("model")):
+        values["model"] = {**values["model"], **_named_layers(values["model"], "", is_typed=False)}
     recipe = load_settings(Recipe, values)
     is_other_text = any(dotted == "data.source" or dotted.startswith("data.mix") for dotted in overrides)
     _check_text(recipe, overrides if is_run or is_other_text else flatten(own))
@@ -101,6 +106,24 @@ def load_recipe(
     if recipe.model.start is None or (is_run and not changes_model):
         return recipe
     return load_settings(Recipe, complete_start(values | _start_sections(recipe, values)))
+
+
+def _open_layers(model: Any, folder: Path) -> None:
+    """Load the layers of a run's recipe that come from users' files, from the copies in its folder."""
+    if names := own_names(model):
+        from multilin.architectures.own_file import open_files  # imports PyTorch
+
+        open_files(names, folder)
+
+
+def _named_layers(values: Mapping[str, Any], prefix: str, *, is_typed: bool) -> dict[str, Any]:
+    """The architectures among the values, by prefixed name, with the permanent names of layers in files."""
+    model = {name: values[prefix + name] for name in ("architecture", "layers") if prefix + name in values}
+    if not own_names(model):
+        return {}
+    from multilin.architectures.own_file import resolve_fields  # imports PyTorch
+
+    return {prefix + name: value for name, value in resolve_fields(model, is_typed=is_typed).items()}
 
 
 def _start_sections(recipe: Recipe, given: Values) -> Values:

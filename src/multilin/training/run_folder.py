@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from multilin.architectures.own_file import write_files
 from multilin.data.corpora import linked_folders
 from multilin.data.prepared import PreparedText
 from multilin.data.tasks import TaskText
@@ -62,6 +63,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self._begun: tuple[str, PreTrainedTokenizerFast]
         self._record: dict[str, Any]
+        self._model: dict[str, Any]
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
         """Raise, before any work, if this run must not or cannot write to the folder.
@@ -150,13 +152,14 @@ class RunFolder:
             self._remove(self._written())
         # First, because this file makes the folder a run, which can be resumed or replaced.
         save_recipe(recipe, self.recipe)
+        write_files(vars(recipe.model), self.path)
         write_whole(self.data, to_json(data, indent=1))
         lines = before["metrics"] if before else []
         write_whole(self.metrics, "".join(to_json(line) + "\n" for line in lines))
         with atomic_files(self.path) as partial:
             save_tokenizer(text.tokenizer, partial)
         self._begun = self.recipe.read_text(encoding="utf-8"), text.tokenizer
-        self._record = {"data": data, "metrics": lines}
+        self._record, self._model = {"data": data, "metrics": lines}, vars(recipe.model)
 
     def clear(self) -> None:
         """Remove a run, and leave other files alone."""
@@ -167,6 +170,7 @@ class RunFolder:
         """Write the files of a checkpoint that describe the run: recipe, tokenizer, text, metrics."""
         recipe_text, tokenizer = self._begun
         write_whole(checkpoint / RECIPE_FILE, recipe_text)
+        write_files(self._model, checkpoint)
         save_tokenizer(tokenizer, checkpoint)
         checkpoints.write_json(checkpoint / RUN_FILE, self._record)
 

@@ -48,7 +48,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
 
 @contextlib.contextmanager
 def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
-    """Put a prefix before the message of an InputError; a prefix `replaced` of the message is removed."""
+    """Put a prefix before the message of an InputError; if the message begins with `replaced`, remove that part first."""
     try:
         yield
     except InputError as error:

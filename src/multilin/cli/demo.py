@@ -39,7 +39,7 @@ def demo(changes: Changes) -> None:
         from multilin.training.report import draw_bits_per_byte
         from multilin.training.run_folder import RunFolder
     if is_task(recipe.data.name):
-        raise InputError(f"data.source: {recipe.data.name} is a task, which has no text; give a text")
+        raise InputError(f"data.source: {recipe.data.name} is a task, which has no text; name a text")
     console = make_console()
     console.print(
         f"Training a small {recipe.model.kind} model from scratch on {recipe.data.name} "

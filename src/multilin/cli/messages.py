@@ -44,7 +44,7 @@ def loading(name: str = "") -> Iterator[None]:
     process.
 
     Args:
-        name: name for the message of what the block loads; PyTorch if empty.
+        name: the thing that the message names; PyTorch if empty.
     """
     with contextlib.ExitStack() as stack:
         if is_main_process() and sys.stderr.isatty():

@@ -48,7 +48,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
 
 @contextlib.contextmanager
 def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
-    """Put a prefix before the message of an InputError; if the message begins with `replaced`, remove that part first."""
+    """Put a prefix before the message of an InputError; first remove `replaced` from the beginning of the message."""
     try:
         yield
     except InputError as error:

@@ -1,4 +1,4 @@
-"""InputError, the exception for bad input, whose message tells a user what to change; and helpers for messages."""
+"""The exception InputError for bad input, with a message that tells a user what to change; helpers for messages."""
 
 import contextlib
 import difflib
@@ -15,8 +15,8 @@ LONGEST_VALUE = 100
 class InputError(ValueError):
     """The error for bad input: its message names the field, the value and what is accepted.
 
-    The command line prints the message alone and exits with status 2; in a program it is a ValueError. A message longer
-    than LONGEST_MESSAGE characters is cut in its middle.
+    The command line prints only this message and exits with status 2. In a program, the error is a ValueError. A
+    message longer than LONGEST_MESSAGE characters is cut in its middle.
     """
 
     def __init__(self, message: str) -> None:
@@ -24,7 +24,7 @@ class InputError(ValueError):
 
 
 def system_error(error: OSError) -> str:
-    """The reason of a system error, as the end of a sentence: `results.json: No space left on device`."""
+    """The file and the reason of a system error, for the end of a message: `results.json: No space left on device`."""
     reason = error.strerror or " ".join(str(error).split())
     return f"{error.filename}: {reason}" if error.filename else reason
 
@@ -34,7 +34,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
     """Turn errors of other libraries, which have many types, into an InputError.
 
     Args:
-        sentence: function that makes the message from the error's type and text, both in one line.
+        sentence: function that makes the message; its argument is one line with the error's type and text.
         kind: the type of the errors to turn.
     """
     try:
@@ -48,7 +48,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
 
 @contextlib.contextmanager
 def prefixed(prefix: str, replaced: str = "") -> Iterator[None]:
-    """Put a prefix before the message of an InputError, in place of `replaced` if the message begins with it."""
+    """Put a prefix before the message of an InputError; first remove `replaced` from the beginning of the message."""
     try:
         yield
     except InputError as error:
@@ -108,7 +108,7 @@ def shown(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """A repr that looks at the first few entries and levels of containers only."""
+    """A repr that shows only the first few entries and levels of containers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ def test_a_vocabulary_is_picked_that_the_text_supports(picked: Callable[..., Pic
 def test_too_little_time_is_refused_and_memory_bounds_the_size(
     picked: Callable[..., Pick], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=r"--minutes: 0\.1 given, but reading and measuring took 2 s; give more"):
+    with pytest.raises(InputError, match=r"--minutes: 0\.1 given, but reading and measuring took 2 s; give more time"):
         picking._training_seconds(0.1, time.monotonic() - 2)
     monkeypatch.setattr(picking, "available_memory", lambda: 1)
     assert picked(20).candidate.size.hidden_size == TABLE[0].hidden_size

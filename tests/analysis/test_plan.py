@@ -268,8 +268,8 @@ def test_minutes_plan_what_train_picks(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--kind", "h200"], "--minutes: 3 given, but it picks a model for this machine alone; leave out --devices"),
-        (["--devices", "2"], "--minutes: 3 given, but it picks a model for this machine alone; leave out --devices"),
+        (["--kind", "h200"], "--minutes: 3 given, but --minutes picks a model for this machine alone; leave out"),
+        (["--devices", "2"], "--minutes: 3 given, but --minutes picks a model for this machine alone; leave out"),
         (["--training.max_steps", "5"], "--training.max_steps: 5 given together with --minutes 3; give one of them"),
         (["--data.source", "task:mqar"], "data.source: task:mqar is a task, but --minutes needs a text"),
     ],

@@ -141,7 +141,7 @@ def test_the_answer_comes_first_and_names_the_largest_numbers(
     place = rows[0]["first"] + int(np.abs(weights).argmax())
     assert f": {repr(texts[place]) + f' at {place}' if place else 'the start of the text'} (" in answer
     if arguments:
-        assert answer.endswith("so what the prediction depends on is not known.")
+        assert answer.endswith("so it is unknown which tokens change the prediction.")
     else:
         effects = np.array(content["removal"]["divergence"][-1]["values"][:-1], dtype=float)
         strongest = int(np.nanargmax(effects))
@@ -163,12 +163,12 @@ MOST = "Largest weights: 'a' at 1 (0.6), 'c' at 3 (0.25) and the start of the te
          "nats; without 'a' at 1 by 0.02."),
         ([0, 0.5, -0.7, 0], B, "Largest weights: 'b' at 2 (-0.7) and 'a' at 1 (0.5). Removal confirms this: "
          "without 'b' at 2 the prediction changes most, by 0.5 nats; without 'a' at 1 by 0.02."),
-        (LAST, None, "and the start of the text (0.1). Removal was not measured, so what the prediction depends on"),
+        (LAST, None, "and the start of the text (0.1). Removal was not measured, so it is unknown which"),
         (LAST, [np.nan, 1e-3, 0, 1.0], "(0.1). Removing any token before the last one changes the prediction by less"),
         (None, B, "The model has no readable weights. Without 'b' at 2 the prediction changes most, by 0.5 nats;"),
         (None, None, "The model has no readable weights. Removal was not measured, so"),
         ([0, 0, 0, 0], A, "At the last position the model's layers read no token. Without 'a' at 1 the"),
-        (LAST, [np.nan] * 4, "(0.1). Before the last token there is none that can be removed."),
+        (LAST, [np.nan] * 4, "(0.1). There is no token before the last one that can be removed."),
     ],
 )  # fmt: skip
 def test_what_is_weighed_most_is_checked_by_removal(

@@ -229,7 +229,7 @@ def test_evaluate_shows_the_best_and_the_worst_of_several_documents(trained: Pat
         (["--tasks", "x", "--source", "y"], "--source: given with --tasks"),
         (["--task-limit", "3"], "--task-limit: given without --tasks; name the tasks to score on"),
         (["--tasks", "x", "--text-field", "y"], "--text-field: given with --tasks, but tasks"),
-        (["--encoding-errors", "replace"], "--encoding-errors: given without --source, whose text it describes"),
+        (["--encoding-errors", "replace"], "--encoding-errors: given without --source, but it describes"),
         (["--task-limit", "0"], "--task-limit: 0 given, but it should be at least 1"),
         (["--tasks", " ,"], "tasks: ' ,' given, but it should be names of lm-eval tasks, separated by commas"),
     ],

@@ -50,7 +50,7 @@ class ModelInfo:
     embedding_parameters: number of parameters in embeddings and the output projection.
     flops_per_token: floating-point operations to read the second token of a text, in matrix products and attention. A
         multiplication and an addition count as two; pointwise operations are not counted.
-    flops_growth: operations that each further token before the current one adds.
+    flops_growth: operations that are added by each further token before the current token.
     state_bytes, state_growth: as in `LayerInfo`, but for all layers together.
     longest_text: largest number of tokens the model can read; None for no limit.
     """
@@ -77,7 +77,7 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
     """
     if Path(name).is_dir():
         if sizes != ModelSizes():
-            raise InputError(f"MODEL: {name} is a folder, whose model has its own sizes; leave out the flags for sizes")
+            raise InputError(f"MODEL: {name} is a folder, and its model has fixed sizes; leave out the flags for sizes")
         return describe_model(load_model(Path(name))), None
     if is_own(name):
         name = resolve(name, is_typed=True)
@@ -97,9 +97,9 @@ def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | 
 
 
 def describe_model(model: PreTrainedModel) -> ModelInfo:
-    """Count a model's parameters, and measure the operations of two decoding steps and the state before each.
+    """Count a model's parameters, and measure the operations of two decoding steps and the state before each step.
 
-    The growth is the difference between the steps. For models that read at most two tokens it is 0.
+    The growth is the difference between the two steps. It is 0 for models that read at most two tokens.
     """
     longest = longest_text(model.config)
     flops, states = _decoding_costs(model, 1)

@@ -133,7 +133,7 @@ def why_not() -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 2 GB of freed memory, with blocks of up to 1 GB, unless `why_not` gives a reason.
+    """Let glibc keep up to 2 GB of freed memory, in blocks of up to 1 GB each, unless `why_not` returns a reason.
 
     By default glibc returns the memory of every tensor above 32 MB to the system when the tensor is freed. Each page of
     the next tensor then costs a page fault, which makes a training step up to 1.7 times as long. The command line calls

@@ -1,8 +1,8 @@
 """`train --minutes`: choose a recipe for a text and a time, from this machine's measured speed and a table of models.
 
-Each row of the table is a model size and the fewest training tokens for which that size pays. Sizes are measured on
-this machine, the smallest first; the largest size that reads enough tokens in the time is picked. A small text limits
-the parameters and the passes over the text, and the square root of its bytes limits the vocabulary.
+Each row of the table is a model size and the fewest training tokens for which that size is useful. Sizes are measured
+on this machine, the smallest first; the largest size that reads enough tokens in the time is picked. A small text
+limits the parameters and the passes over the text, and the square root of its bytes limits the vocabulary.
 """
 
 import dataclasses
@@ -120,7 +120,7 @@ def pick(
         changes: dotted fields of the recipe that the user gave, with their values.
         minutes: time that the whole command may take.
         began: `time.monotonic()` at the start of the command.
-        progress: shows what is being done.
+        progress: shows the current stage of the work.
 
     Raises:
         InputError: a recipe or a text that cannot be used, a field that `--minutes` decides, or too little time.
@@ -157,7 +157,7 @@ def pick(
 
 
 def choose(measured: Iterable[Candidate], seconds: float, train_bytes: int) -> Candidate:
-    """Return the largest candidate for which time and text suffice, else the smallest; they are in order of size."""
+    """Return the largest candidate for which time and text suffice, else the smallest; `measured` is sorted by size."""
     smallest, *larger = measured
     best = smallest
     for one in larger:
@@ -186,9 +186,9 @@ def recipe_values(
 ) -> dict[str, Any]:
     """The dotted fields and values of a run of about `steps` steps, each of `step` (blocks, tokens per block).
 
-    Options, optimizer and learning rate are those of the architecture in the built-in sweep, which were tuned in steps
-    of `SHORT_RUN`. For larger steps the rate grows with the square root of the tokens in a step, as usual for Adam. A
-    TScale that would learn its text by heart gets a stronger weight decay, which grows likewise.
+    Options, optimizer and learning rate come from the architecture's row of the built-in sweep, tuned with steps of
+    `SHORT_RUN`. For larger steps the rate grows with the square root of the tokens in a step, as usual for Adam. A
+    TScale model that would learn its text by heart gets a stronger weight decay, which grows in the same way.
     """
     sweep = builtin_sweep()
     row = nested(sweep.rows.get(architecture) or {}, f"rows.{architecture}")
@@ -222,7 +222,7 @@ def _training_seconds(minutes: float, began: float) -> float:
     used = time.monotonic() - began
     left = 60 * minutes - used
     if (seconds := min(TRAINING_SHARE * left, left - ENDING - 2 * FIRST_SAVE)) <= used / 10:
-        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s; give more")
+        raise InputError(f"--minutes: {minutes:g} given, but reading and measuring took {used:.0f} s; give more time")
     return seconds
 
 
@@ -265,12 +265,12 @@ class _Picker:
         return list(found.values())
 
     def _vocabulary(self, most: float) -> int:
-        """The largest of VOCABULARIES up to `most`. If there is none: bytes if allowed, else the smallest."""
+        """The largest of VOCABULARIES up to `most`; if all are larger, the bytes if allowed, else the smallest."""
         fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else VOCABULARIES[0]
         return max((size for size in VOCABULARIES if size <= most), default=fewest)
 
     def read_text(self, vocab_size: int, progress: TrainingProgress) -> PreparedText:
-        """Read the text with a vocabulary of this size, or the largest one that the text supports."""
+        """Read the text with a vocabulary of this size, or with the largest that the text supports."""
         try:
             return self._read(vocab_size, progress)
         except VocabularyTooLarge as error:

@@ -1,8 +1,8 @@
 """Estimate the memory, network traffic, time and checkpoint size of a training run.
 
 Weights, gradients, optimizer state, floating-point operations and the bytes that devices send each other are counted
-from the model. Activations are estimated as in `multilin.model.memory`. For this machine, times come from training
-steps that are measured; for other devices, from an assumed share of their peak speed.
+from the model. Activations are estimated as in `multilin.model.memory`. For this machine, times come from
+measured training steps; for other devices, from an assumed share of their peak speed.
 """
 
 import statistics
@@ -68,7 +68,7 @@ DEVICES = {
     "h200": Device("NVIDIA H200 SXM", 141e9, 989e12, 67e12, 450e9),
     "a100": Device("NVIDIA A100 SXM 80 GB", 80e9, 312e12, 19.5e12, 300e9),
 }
-"""GPUs with figures of NVIDIA's data sheets, for dense matrices and for NVLink."""
+"""GPUs with figures from NVIDIA's data sheets: speeds of dense matrix products and of NVLink."""
 ETHERNET = 1.25e9
 """Bytes per second of a network of 10 Gbit/s, which is assumed between machines like this one."""
 EFFICIENCY = 0.4  # share of a device's peak that training is assumed to reach
@@ -108,7 +108,7 @@ class TrainingPlan:
     """The estimate for a run on several devices.
 
     flops_per_token: operations of training without adapters, see `training_flops_per_token`; with adapters, training
-        needs up to a third less.
+        needs up to a third fewer.
     weight_bytes, gradient_bytes, optimizer_bytes: bytes of the whole model, on one device.
     activation_bytes: estimated bytes of activations of one pass on one device, with the logits for the loss.
     checkpoint_bytes: bytes of a checkpoint: the weights or only the adapters, and the optimizer state.
@@ -234,9 +234,9 @@ def step_seconds(recipe: Recipe, vocab_size: int, until: float, device: torch.de
 def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 1, gathered: float = 1.0) -> float:
     """Bytes that each device sends in one step.
 
-    With P float32 bytes of parameters and N devices, in a reduce-scatter or an all-gather each sends P (N - 1) / N. An
-    all-reduce is both; with communication int8, a number takes 1.03 bytes, not 4. In every pass, FSDP gathers each
-    layer before its forward and before its backward pass, other parameters once, and reduces all gradients.
+    For P bytes of float32 parameters, each of N devices sends P (N - 1) / N bytes in a reduce-scatter or all-gather. An
+    all-reduce does both. A number takes 4 bytes, or 1.03 with communication int8. In every pass, FSDP gathers each
+    layer twice, before its forward and its backward pass, gathers other parameters once, and reduces all gradients.
 
     Args:
         way: `ddp`, `int8` or `fsdp`.

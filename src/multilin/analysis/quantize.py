@@ -36,7 +36,7 @@ class Quantized:
 def quantize_run(
     path: str | Path, output: str | Path | None, settings: EvaluationSettings, progress: Progress
 ) -> Quantized:
-    """Save a copy of a run with the matrices of all layers rounded to int8, and score both.
+    """Save a copy of a run with the matrices of all layers rounded to int8; score the run and the copy.
 
     Each matrix has one scale. Embedding, output, norms and biases are not changed. The copy always
     multiplies in int8; it cannot be trained.
@@ -48,7 +48,7 @@ def quantize_run(
         progress: called at intervals while run and copy are scored.
 
     Raises:
-        InputError: `path` has no model of multilin or one that is int8 already, or `output` is not empty.
+        InputError: `path` has no model of multilin or holds an int8 model, or `output` is not empty.
         OSError: the copy cannot be written.
     """
     folder = Path(path)

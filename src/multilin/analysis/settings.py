@@ -11,7 +11,7 @@ class EvaluationSettings:
     """The text that a model is scored on."""
 
     source: bounds.PathText | None = None  # corpus, file, folder, glob or hub dataset; else the run's validation text
-    max_tokens: bounds.Tokens | None = None  # about this many tokens, evenly spread (with --long, the first); else all
+    max_tokens: bounds.Tokens | None = None  # score about this many tokens, evenly spread (--long: the first); else all
     batch_size: bounds.Batch = 8  # blocks in one forward pass
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # invalid UTF-8: an error, or replaced by U+FFFD
@@ -19,9 +19,9 @@ class EvaluationSettings:
 
 @settings
 class ExplainSettings:
-    """The text to explain, and how."""
+    """The text to explain, and how to explain it."""
 
-    document: bounds.Index | None = None  # without a text: number of the validation document, from 0
+    document: bounds.Index | None = None  # number of the validation document to explain, from 0, if no text is given
     max_tokens: bounds.ShortLength = 400  # longest text, in tokens; time grows with the square of the length
     remove: bool = True  # also measure how each prediction changes when a token is removed
     batch_size: bounds.Batch = 16  # sequences, each without one token, in one forward pass
@@ -33,7 +33,7 @@ class PlanSettings:
 
     devices: bounds.Count = 1  # devices that train together
     kind: Literal["here", "cpu", "h200", "a100"] = "here"  # kind of device: this machine, its CPU, or a GPU
-    efficiency: bounds.Share | None = None  # share of peak speed in training; by default measured here, else 0.4
+    efficiency: bounds.Share | None = None  # share of peak speed that training reaches; default: measured here, or 0.4
     price: bounds.Positive | None = None  # price of one device for one hour
 
 
@@ -42,7 +42,7 @@ class ModelSizes:
     """The sizes of a model that is not trained yet."""
 
     hidden_size: bounds.Width = 256  # width of the vectors between the layers
-    num_layers: bounds.Depth = 6  # layers
+    num_layers: bounds.Depth = 6  # number of layers
     vocab_size: bounds.Vocabulary = 4096  # tokens in the vocabulary
     n_positions: bounds.BlockLength = 256  # longest text, in tokens
     options: bounds.Section = field(default_factory=dict)  # options of the architecture

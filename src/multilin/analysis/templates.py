@@ -44,7 +44,7 @@ def _as_cell(text: str) -> str:
 
 
 def _as_block(text: str, language: str) -> str:
-    """A Markdown code block, with a longer fence than any in the text."""
+    """A Markdown code block, with a longer fence than any fence in the text."""
     fence = "```"
     while fence in text:
         fence += "`"

@@ -26,7 +26,7 @@ class Flag(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The dotted name in the parsed namespace."""
+        """The flag's name among the parsed values: `section.field`, or `field` without a section."""
         return f"{self.section}.{self.field.name}" if self.section else self.field.name
 
     @property
@@ -48,7 +48,7 @@ class Flag(NamedTuple):
 
     @property
     def given_type(self) -> Any:
-        """The type that the text is read as; `str` for optional texts, so that "null" stays a text."""
+        """The type that the flag's text is turned into; `str` for optional texts, so that "null" stays a text."""
         is_text = set(get_args(self.hint)) == {str, types.NoneType}
         return str if is_text and not self.is_change else self.hint
 

@@ -44,7 +44,7 @@ class ChatArguments:
     state: PathText | None = None  # continue from the state in this file
     session: Name | None = None  # continue this session of the server
     api_key: str | None = None  # key of the server; safer in the environment variable MULTILIN_API_KEY
-    engine: EngineName = "auto"  # engine for a folder; see `multilin generate --help`
+    engine: EngineName = "auto"  # engine if TARGET is a folder; see `multilin generate --help`
 
 
 def chat(arguments: ChatArguments, settings: GenerationSettings) -> None:
@@ -87,7 +87,7 @@ class _Talk:
     system: instructions, which are sent before the first message.
     answers: number of answers in each branch since it began.
     place: index of the current branch.
-    begins_with_state: whether the conversation began from a state file; the file's text cannot be dropped.
+    begins_with_state: whether the conversation began from a state file, whose text /rewind cannot drop.
     """
 
     branches: "list[Conversation]"
@@ -145,7 +145,7 @@ class _Talk:
         self.branches.append(self.current.fork())
         self.answers.append(self.answers[self.place])
         before, self.place = self.place, len(self.branches) - 1
-        print(f"multilin: branch {self.place + 1}; /switch {before + 1} returns", file=sys.stderr)
+        print(f"multilin: branch {self.place + 1}; /switch {before + 1} returns to the original", file=sys.stderr)
 
     def _switch(self, value: str) -> None:
         self.place = _number("/switch", value, len(self.branches), "the number of a branch,") - 1
@@ -193,7 +193,7 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
 
 @contextlib.contextmanager
 def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes | None) -> "Iterator[Conversation]":
-    """Open the first branch of a conversation; when the block ends, close its client, and the server of a folder."""
+    """Open the first branch of a conversation; when the block ends, close the client and a folder's server."""
     from multilin.serving.conversation import Conversation, connect
 
     with contextlib.ExitStack() as stack:
@@ -222,7 +222,7 @@ def _serving(folder: Path, engine_name: EngineName, settings: GenerationSettings
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """The messages: lines typed in a terminal, which can be edited, or the lines of stdin."""
+    """The messages of the user: lines typed in a terminal, which can be edited, or the lines of stdin."""
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401

@@ -25,10 +25,10 @@ class CompareArguments:
     """The models to compare, and their budget."""
 
     rows: Annotated[Names, POSITIONAL] = field(default_factory=list)  # a sweep file, or names of recipes and models
-    tokens: Amount | None = None  # budget of each run: training tokens
-    flops: Amount | None = None  # or floating-point operations of each run
-    seconds: Amount | None = None  # or seconds of training of each run
-    seeds: Repeats | None = None  # training runs of each row, each with another seed
+    tokens: Amount | None = None  # budget of each run in training tokens
+    flops: Amount | None = None  # budget of each run in floating-point operations, instead of tokens
+    seconds: Amount | None = None  # budget of each run in seconds of training, instead of tokens
+    seeds: Repeats | None = None  # training runs of each row (model), each with another seed
     task: str | None = None  # a recall task instead of a text: mqar, induction, copy, ... or mqar?num_pairs=16
     only: str | None = None  # train and report only these rows: names separated by commas
     overwrite: bool = False  # replace the runs in the output folder
@@ -37,8 +37,8 @@ class CompareArguments:
 def compare(arguments: CompareArguments, changes: Changes) -> None:
     """Train several models with the same budget; report which is best, how fast each learns and what it costs to run.
 
-    Without a name, it compares all architectures, GPT-2 and Llama on text from Python itself, with three seeds each.
-    Recipe fields given as flags apply to every row. Run the same command again to continue an interrupted comparison.
+    Without names, compare all architectures, GPT-2 and Llama on text from Python's library, with three seeds each.
+    Recipe fields given as flags apply to every model. Run the same command again to continue an interrupted comparison.
     """
     if len(arguments.rows) > 1:  # perhaps names of models, which are known only after all models are imported
         with loading():
@@ -63,7 +63,7 @@ def compare(arguments: CompareArguments, changes: Changes) -> None:
 def _next(
     arguments: CompareArguments, changes: Changes, sweep: Sweep, comparison: "Comparison"
 ) -> Iterator[list[object]]:
-    """The commands to type next: use the best row, or run more to find out which row is best."""
+    """The commands to type next: to use the best row, or to train more in order to find the best row."""
     given = {name: value for name, value in vars(arguments).items() if name not in ("rows", "overwrite")} | changes
 
     def again(**changed: object) -> list[object]:

@@ -24,7 +24,7 @@ PROMPT = "Return a"
 def demo(changes: Changes) -> None:
     """Train a small model on text that is already on this machine, score it, and show text that it generates.
 
-    It takes about two minutes on two cores. It replaces the result of an earlier demo.
+    The demo takes about two minutes on two cores. It replaces the result of an earlier demo.
     Fields that the recipe `demo` leaves out have the defaults below.
     """
     recipe = read_recipe(RECIPE, changes)
@@ -57,7 +57,7 @@ def demo(changes: Changes) -> None:
     folder = RunFolder(result.output)
     picture = folder.path / "demo.png"
     draw_bits_per_byte(folder.read_metrics(), counted, picture)
-    console.print("(Less is better. Counting models are interpolated n-grams of the training text.)", style="dim")
+    console.print("(Lower is better. Counting models count which tokens follow each other in the text.)", style="dim")
     console.print("\nGenerated text, after the prompt in bold:\n")
     console.print(PROMPT, style="bold", end="")
     run, write = Run(result.output, result.model, result.tokenizer), functools.partial(print, end="", flush=True)

@@ -25,11 +25,11 @@ class EvaluateArguments:
     """The model and the tasks."""
 
     run: PathText  # folder of a trained model
-    long: bool = False  # read each document as a whole, through the state, instead of in blocks
+    long: bool = False  # read each document as a whole, with the state carried along, instead of in blocks
     tasks: str | None = None  # names of lm-eval tasks, separated by commas, to score on instead of a text
     task_folder: PathText | None = None  # folder with your lm-eval tasks
-    trust_task_code: bool = False  # allow the Python code in that folder's YAML files and templates to run
-    task_limit: Tokens | None = None  # most examples of each task; all if not given
+    trust_task_code: bool = False  # allow the Python code in YAML files and templates of --task-folder to run
+    task_limit: Tokens | None = None  # largest number of examples of each task; all if not given
     json: bool = False  # print JSON
     output: PathText | None = None  # also write the JSON to this file
 
@@ -127,7 +127,7 @@ def _check_source(settings: EvaluationSettings) -> None:
     """Refuse flags that describe the text of --source if there is no --source."""
     given = [name for name, is_given in _of_source(settings).items() if is_given]
     if settings.source is None and given:
-        raise InputError(f"{given[0]}: given without --source, whose text it describes; leave it out, or give both")
+        raise InputError(f"{given[0]}: given without --source, but it describes the text of --source; give both")
 
 
 def _of_source(settings: EvaluationSettings) -> dict[str, bool]:

@@ -38,7 +38,7 @@ class ExplainArguments:
 def explain(arguments: ExplainArguments, settings: ExplainSettings) -> None:
     """Show which tokens of a text a model used: the weights of its layers, checked by removing each token.
 
-    Writes a web page, a picture and JSON, and prints the text coloured by how much its last position used each token.
+    Write a web page, a picture and JSON, and print the text. A token's colour shows how much the last position used it.
     """
     check_run_files(arguments.run)
     folder = _output_folder(arguments)
@@ -72,7 +72,7 @@ def _output_folder(arguments: ExplainArguments) -> Path:
 
 
 def print_report(report: "Report") -> None:
-    """Print the findings in words, then the weights at the last position and the effect of removing tokens there."""
+    """Print the findings in words, then the weights and the effects of removing tokens at the last position."""
     from rich.padding import Padding
 
     from multilin.analysis.explain.run import MEANINGS, answer, finding

@@ -35,19 +35,19 @@ class ExportArguments:
 
     run: PathText  # folder of a trained model
     output: PathText | None = None  # folder to write; RUN-onnx or RUN-web if not given
-    format: Literal["onnx", "web"] = "onnx"  # graphs for ONNX Runtime, or a page that runs them in a browser
-    precision: Literal["float32", "8bit", "4bit"] | None = None  # of the matrices; default: float32, for web 8bit
+    format: Literal["onnx", "web"] = "onnx"  # graphs for ONNX Runtime, or a page that runs the graphs in a browser
+    precision: Literal["float32", "8bit", "4bit"] | None = None  # precision of the matrices; 8bit for web, else float32
     runtime: PathText | None = None  # folder with the files of onnxruntime-web; fetched from npm if not given
 
 
 def export(arguments: ExportArguments) -> None:
     """Write a model as ONNX graphs that run without multilin.
 
-    Fails if the graphs' logits differ from the model's.
+    Fails if the logits of the graphs differ from the logits of the model.
     """
     check_run_files(arguments.run)
     if (kind := model_type(Path(arguments.run))) not in ("multilin", None):
-        raise InputError(f"run: a {kind} model given, but only models of this package can be exported")
+        raise InputError(f"run: a {kind} model given, but only models of multilin can be exported")
     output = Path(arguments.output or beside(arguments.run, f"-{arguments.format}"))
     check_folder("--output", output, must_be_new=True)
     if arguments.format == "onnx" and arguments.runtime is not None:
@@ -114,7 +114,7 @@ def open_engine(
         folder: the run or the export.
         name: the engine to open.
         is_server: True if other threads need the cores while the engine waits.
-        waits: if `auto` finds no export, make one first; False runs PyTorch instead.
+        waits: whether `auto` makes a missing export first; if False, PyTorch runs instead.
 
     Raises:
         InputError: the folder has no model, ONNX Runtime is not installed, or PyTorch is chosen for an export.

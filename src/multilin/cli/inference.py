@@ -1,4 +1,4 @@
-"""The verbs that run a trained model, and the one that converts a model of another package."""
+"""The verbs that run a trained model, merge adapters into a model, or convert a model of another package."""
 
 import functools
 import sys
@@ -26,11 +26,11 @@ class GenerateArguments:
     """The model and the prompt."""
 
     run: PathText  # folder of a trained or exported model
-    prompt: Prose | None = None  # text to continue; if not given, it is read from a pipe, or the model begins a text
+    prompt: Prose | None = None  # text to continue; if not given, read from a pipe, or the model begins a new text
     prompt_file: PathText | None = None  # file with the text to continue; a newline at its end is dropped
-    state: PathText | None = None  # continue from the state in this file; a prompt is added to its text
+    state: PathText | None = None  # continue from the state in this file; a prompt is added to the text of the state
     save_state: PathText | None = None  # write the state after the last token to this file, to continue with --state
-    engine: EngineName = "auto"  # auto: PyTorch on a GPU, and until a background export for ONNX Runtime is ready
+    engine: EngineName = "auto"  # auto: ONNX Runtime on a CPU, once a background export is ready; else PyTorch
     echo: bool = True  # also print the prompt
 
 
@@ -39,7 +39,7 @@ class RolloutArguments:
     """The model and the prompt."""
 
     run: PathText  # folder of a trained model whose layers are all linear
-    prompt: Prose | None = None  # text to continue; if not given, it is read from a pipe
+    prompt: Prose | None = None  # text to continue; if not given, read from a pipe
     prompt_file: PathText | None = None  # file with the text to continue; a newline at its end is dropped
     json: bool = False  # print JSON
 
@@ -97,7 +97,7 @@ def generate(arguments: GenerateArguments, settings: GenerationSettings) -> None
 def _search(
     arguments: GenerateArguments, prompt: str, settings: GenerationSettings, write: Callable[[str], object]
 ) -> None:
-    """Beam search, in PyTorch."""
+    """Generate text with beam search, in PyTorch."""
     for name, given in (("state", arguments.state), ("save-state", arguments.save_state)):
         if given is not None:
             raise InputError(f"--{name}: given, but --num-beams {settings.num_beams} keeps no state; use --num-beams 1")
@@ -151,7 +151,7 @@ def convert(arguments: ConvertArguments) -> None:
 
 
 def _print_rollout(result: "RolloutResult") -> None:
-    """Print both texts, their times and the difference of the vectors."""
+    """Print the texts of the parallel and the sequential rollout, their times, and the difference of their vectors."""
     console = make_console()
     console.print(
         "Raw output vectors are fed back as inputs. Each vector is shown as its likeliest token.\n",
@@ -162,7 +162,7 @@ def _print_rollout(result: "RolloutResult") -> None:
         console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  {text}", soft_wrap=True, markup=False)
     console.print(
         f"\n{plural(result.num_steps, 'output')} after {plural(result.num_prompt_tokens, 'token')} in "
-        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast; the outputs differ by at most "
+        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast; both outputs differ by at most "
         f"{result.largest_difference:.1e} (relative)",
         soft_wrap=True,
     )

@@ -90,7 +90,7 @@ def _print_model(info: "ModelInfo") -> None:
     print_table("rlwrr", rows, head=("layer", "architecture", "options", "parameters", "state bytes"))
     console.print(
         "\nFLOPs count matrix products and attention when tokens are read one by one; a multiplication and an addition "
-        "count as two. Pointwise operations are not counted.",
+        "count as two operations. Pointwise operations are not counted.",
         style="dim",
     )
 

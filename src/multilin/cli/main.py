@@ -1,7 +1,7 @@
-"""The command line: finds the verb, parses its arguments, calls it, and turns failures into a sentence.
+"""The command line: find the verb, parse its arguments, call its function, and print a failure as a sentence.
 
-The modules of verbs import neither PyTorch nor anything else that takes long, so that help and mistakes are answered at
-once; each verb imports what it needs when its arguments are known to be right.
+The modules of the verbs import neither PyTorch nor other slow packages, so that help and error messages appear at once.
+Each verb imports such packages after its arguments have been checked.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from multilin.training.environment import drop_empty
 from multilin.training.outcomes import TrainingFailed, TrainingInterrupted
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
-FIRST_SECONDS = 5.0  # that the other processes of a machine wait, so that the first one reports bad input
+FIRST_SECONDS = 5.0  # for which other processes of a machine wait, so that the first one reports bad input
 HELP = ("-h", "--help", "help")
 TRUST = "--trust-code"
 
@@ -49,9 +49,9 @@ VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the result is the exit status.
+    """Run the command line and return the exit status.
 
-    It is 0 for success, 1 if the work failed, 2 for bad input, 130 if interrupted. A failure is a sentence on stderr.
+    The status is 0 for success, 1 for a failure, 2 for bad input, 130 if interrupted. stderr gets a sentence on errors.
     """
     if arguments is None:  # as a program: SIGTERM must remove half-written files, too
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -142,7 +142,7 @@ def _print_overview(verbs: list[str]) -> None:
         print(f"  {verb:{width}}  {(VERBS[verb].__doc__ or '').splitlines()[0]}")
     print("\nStart with `multilin demo`; `multilin VERB --help` shows the flags of a verb.")
     print("With `--trust-code`, a verb runs the Python code in a model's folder; read it first.")
-    print("To let glibc return freed memory to the system, which is slower, set MULTILIN_ALLOCATOR=system.")
+    print("Set MULTILIN_ALLOCATOR=system to let glibc return freed memory to the system; multilin is then slower.")
 
 
 def _repeat_signal(lost: Any) -> None:
@@ -164,7 +164,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _give_up_stdout() -> None:
-    """Flush stdout; if that fails, send the rest to /dev/null, so that Python does not complain when it ends."""
+    """Flush stdout; if that fails, send the rest to /dev/null, so that Python prints no error when it exits."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Input and messages of the command line: prompts, and on stderr warnings and the commands to type next."""
+"""Read prompts, and print messages on stderr: warnings, and the commands to type next."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ LARGEST_PROMPT = 16 * MEGABYTE
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show each warning on one line, without its place in the code, in one process of each machine."""
+    """Show each warning on one line without its place in the code, and only in the first process of each machine."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: (
@@ -44,7 +44,7 @@ def loading(name: str = "") -> Iterator[None]:
     process.
 
     Args:
-        name: what the block loads, for the message; PyTorch if empty.
+        name: the thing that the message names; PyTorch if empty.
     """
     with contextlib.ExitStack() as stack:
         if is_main_process() and sys.stderr.isatty():
@@ -85,14 +85,14 @@ def read_recipe(name_or_path: str | None, changes: Mapping[str, Any]) -> "Recipe
 
 
 def check_installed(user: str, extra: str, *modules: str) -> None:
-    """Refuse to go on without these modules, which `user` needs and multilin's optional dependency `extra` installs."""
+    """Refuse to run if a module is missing that `user` needs; the optional dependency `extra` installs the modules."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"{user} needs {name}, which is not installed; pip install 'multilin[{extra}]'")
 
 
 def say_next(*commands: Sequence[object]) -> None:
-    """Print the commands to type next to stderr, in one process of a run only.
+    """Print on stderr the commands that a user may type next; only one process of a run prints them.
 
     Args:
         commands: the words of each command; they are quoted for a shell before printing. If the shell does not find
@@ -117,7 +117,7 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def is_main_process() -> bool:
-    """False in all but one of the processes that torchrun or accelerate started."""
+    """True in one of the processes that torchrun or accelerate started, and False in the others."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -137,14 +137,14 @@ def as_json(result: Any) -> str:
 def read_prompt(
     prompt: str | None, prompt_file: str | None, names: tuple[str, str] = ("--prompt", "--prompt-file")
 ) -> str:
-    """The prompt, else the text of the file, else the text piped into stdin, else empty.
+    """The prompt if given, else the text of the file, else the text piped into stdin, else an empty text.
 
     One newline at the end of a file or pipe, which editors and `echo` add, is dropped. `names` are the flags that gave
     `prompt` and `prompt_file`, for messages.
 
     Raises:
-        InputError: both are given; or the text is longer than LARGEST_PROMPT bytes, is not UTF-8, or is in a file that
-            is not regular or cannot be read.
+        InputError: `prompt` and `prompt_file` are both given; or the text is longer than LARGEST_PROMPT bytes, is not
+            UTF-8, or is in a file that is not regular or cannot be read.
     """
     if prompt is not None and prompt_file is not None:
         raise InputError(f"{names[1]}: given together with {names[0]}; give one of them")
@@ -156,7 +156,7 @@ def read_prompt(
         content = sys.stdin.buffer.read(LARGEST_PROMPT + 1)
         if len(content) > LARGEST_PROMPT:
             megabytes = LARGEST_PROMPT // MEGABYTE
-            raise InputError(f"the prompt on stdin is longer than {megabytes} MB, the largest prompt")
+            raise InputError(f"the prompt on stdin is longer than {megabytes} MB, the size limit")
         return _decode(content, "the prompt on stdin")
     return ""
 

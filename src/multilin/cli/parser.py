@@ -1,4 +1,4 @@
-"""Parsing: the words of a command line become the values of a verb's parameters; every mistake is one sentence."""
+"""Turn the words of a command line into the values of a verb's parameters; each mistake becomes one sentence."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
     """The values of a verb's parameters.
 
     Raises:
-        InputError: an unknown flag, a missing or wrong value.
+        InputError: a flag is unknown, or a value is missing or wrong.
         SystemExit: after printing the help that was asked for.
     """
     known = {flag.text: flag for flag in flags(function)}
@@ -35,7 +35,7 @@ def parse(verb: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
 
 
 def build_parser(verb: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
-    """The parser of one verb; its values are texts, and flags that were not given are absent."""
+    """The parser of one verb. Parsed values are texts; flags that were not given have no value."""
     all_flags = list(flags(function))
     places = [_place(flag) for flag in all_flags if flag.is_positional]
     parser = _Parser(
@@ -89,7 +89,7 @@ def _take_entries(arguments: Sequence[str], all_flags: Sequence[Flag]) -> tuple[
 
 
 def _read(flag: Flag, given: Any) -> Any:
-    """The value of a flag from its text; numbers, lists and objects have the syntax of a recipe."""
+    """Turn the text of a flag into its value; numbers, lists and objects have the YAML syntax of a recipe."""
     is_union = get_origin(flag.given_type) in (Union, types.UnionType)
     accepted = get_args(flag.given_type) if is_union else (flag.given_type,)
     if not isinstance(given, str) or str in accepted:
@@ -117,7 +117,7 @@ def _value(hint: Any, values: Mapping[str, Any], entries: Mapping[str, dict[str,
 
 
 def _as_written(message: str, owner: type) -> str:
-    """A message about a field, with the name of the flag in place of the field."""
+    """A message about a field, with the name of the flag in place of the name of the field."""
     for flag in flags_of(owner):
         if message.startswith(f"{flag.field.name}:"):
             return flag.text + message.removeprefix(flag.field.name)
@@ -180,11 +180,11 @@ class _Once(argparse.Action):
 
 def _check_once(name: str, first: Any, second: Any) -> None:
     if first != second:
-        raise InputError(f"{name}: {shown(first)} and {shown(second)} given, but it takes one value; give it once")
+        raise InputError(f"{name}: {shown(first)} and {shown(second)} given, but {name} takes one value; give it once")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises errors instead of printing them and exiting."""
+    """A parser that raises errors instead of printing them and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)

@@ -28,15 +28,15 @@ class PlanArguments:
 def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> None:
     """Estimate the memory, time, network traffic and checkpoints of a training run.
 
-    Sizes are computed from the recipe, without its text. On this machine, a training step is measured for about a
+    Sizes are computed from the recipe; its text is not read. On this machine, training steps are measured for about a
     second. For other devices, times follow from their peak speed and --efficiency.
     """
     began = time.monotonic()
     check_minutes(arguments.minutes, changes)
     if arguments.minutes is not None and (devices.devices, devices.kind) != (1, "here"):
         raise InputError(
-            f"--minutes: {arguments.minutes:g} given, but it picks a model for this machine alone; leave out --devices "
-            "and --kind"
+            f"--minutes: {arguments.minutes:g} given, but --minutes picks a model for this machine alone; leave out "
+            "--devices and --kind"
         )
     recipe = read_recipe(arguments.recipe, changes)
     with loading():
@@ -73,9 +73,9 @@ def plan(arguments: PlanArguments, devices: PlanSettings, changes: Changes) -> N
     ]  # fmt: skip
     print_table("l" + "r" * (len(head) - 1), rows, head=head)
     console.print(
-        "\nddp: each device holds the whole model; int8: the same with training.communication int8; fsdp: each holds a "
-        "part of it.\nMemory is a lower bound: activations are estimated, and no reserve is counted. Sending is "
-        "assumed to use the full speed of the link; it costs no time if it takes less than computing.",
+        "\nddp: each device holds the whole model; int8: the same with training.communication int8; fsdp: each device "
+        "holds a part. Memory is a lower bound: activations are estimated, and no reserve is counted.\nDevices are "
+        "assumed to send at the full speed of the link. Sending costs no time if it takes less time than computing.",
         style="dim",
     )
     minutes = {} if arguments.minutes is None else {"minutes": arguments.minutes}

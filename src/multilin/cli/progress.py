@@ -23,9 +23,9 @@ ALMOST_OVER = 0.98  # share of a run after which there is no forecast; runs by t
 
 
 class StageBar:
-    """A `multilin.data.progress.Progress` on stderr, from its first call until it is closed.
+    """Shows a `multilin.data.progress.Progress` on stderr, from the first call until `close`.
 
-    On a terminal one line with a bar; elsewhere a plain line every `SECONDS_BETWEEN_LINES`.
+    A terminal shows one line with a bar; other outputs get a plain line every `SECONDS_BETWEEN_LINES` seconds.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StageBar:
         self._last_print = 0.0
 
     def __call__(self, stage: str, done: int, total: int | None = None) -> None:
-        """Show the stage with a percentage, or with the bytes of text done where the total is not known."""
+        """Show the stage with a percentage, or with the bytes of text that are done if the total is not known."""
         if self._console is None:
             self._console, self._last_print = Console(stderr=True), time.monotonic()
         amount = decimal(done) if total is None else f"{done / max(total, 1):.0%}"
@@ -66,13 +66,13 @@ def show_progress() -> closing[StageBar]:
 
 
 class TrainingDisplay(TrainingProgress):
-    """Shows a run on stdout, within a `with` block.
+    """Shows the progress of a run on stdout, within a `with` block.
 
-    On a terminal: step, bar, loss, validation bits per byte, tokens per second, time left. Elsewhere: a plain line
-    for the first line of metrics.jsonl, for every validation, and otherwise every `SECONDS_BETWEEN_LINES`.
+    A terminal shows step, bar, loss, validation bits per byte, tokens per second and time left. Other outputs get a
+    line for the first line of metrics.jsonl, for every validation, and otherwise every `SECONDS_BETWEEN_LINES` seconds.
 
     Attributes:
-        forecast_of: folder of a run; its validations then also show a forecast of the final score. None for none.
+        forecast_of: folder of the run whose validations also show a forecast of the final score; None for no forecast.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -96,7 +96,7 @@ class TrainingDisplay(TrainingProgress):
         self.stop()
 
     def prepare(self, stage: str, done: int, total: int | None = None) -> None:
-        """Show how far the text is prepared."""
+        """Show how much of the text is prepared."""
         self._stages(stage, done, total)
 
     def message(self, text: str) -> None:
@@ -105,17 +105,17 @@ class TrainingDisplay(TrainingProgress):
         self.console.print(text, soft_wrap=True, markup=False)
 
     def ahead(self, seconds: Callable[[float], float]) -> None:
-        """Also show the time left for the next run and all runs after it."""
+        """During the next run, also show the time left for this run and for all runs after it."""
         self._ahead = seconds
 
     def validation(self, summary: str) -> None:
-        """Print the description of the validation text, once for runs on the same text."""
+        """Print the description of the validation text, but only once if several runs use the same text."""
         if summary != self._validation:
             self._validation = summary
             self.message(f"validation: {summary}")
 
     def start(self, step: int, max_steps: int | None) -> None:
-        """Begin the display of training, after `step` steps."""
+        """Begin to display a training run that has already done `step` steps."""
         self._stages.close()
         self._max_steps, self._latest, self._last_print = max_steps, {}, float("-inf")
         self._first_line = None
@@ -169,13 +169,13 @@ class TrainingDisplay(TrainingProgress):
         return {} if found is None else {"forecast": found}
 
     def _place(self, step: int) -> str:
-        """How far the run is: the step and the number of steps, or the share of the run."""
+        """The progress of the run: the step and the number of steps, or the share that is done."""
         if self._max_steps:
             return f"step {step}/{self._max_steps}"
         return f"step {step} ({100 * self._share:.0f} % of the run)"
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the bars, so that the terminal works as before."""
         self._stages.close()
         if self._progress:
             self._progress.stop()

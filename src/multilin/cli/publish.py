@@ -26,11 +26,11 @@ class PublishArguments:
 
 
 def publish(arguments: PublishArguments) -> None:
-    """Write a run as a folder for the Hugging Face hub that loads without multilin, and upload it if asked."""
+    """Write a run as a folder for the Hugging Face hub, and upload it if asked; the model loads without multilin."""
     if _NAME.fullmatch(arguments.name) is None or _REFUSED.search(arguments.name):
         raise InputError(f"name: {arguments.name!r:.60} given, but the hub accepts only names such as OWNER/NAME")
     if arguments.private and not arguments.upload:
-        raise InputError("private: given, but nothing is uploaded; give --upload too, or leave it out")
+        raise InputError("private: given, but nothing is uploaded; give --upload too, or leave out --private")
     check_run_files(arguments.run)
     folder = Path(arguments.folder or beside(arguments.run, "-hub"))
     check_folder("--folder", folder, must_be_new=True)

@@ -23,11 +23,11 @@ class ServeArguments:
     """The model, and who may use it."""
 
     run: PathText  # folder of a trained or exported model
-    host: Name = "127.0.0.1"  # address to listen on; one that other machines can reach needs a key
+    host: Name = "127.0.0.1"  # address to listen on; needs a key if other machines can reach it
     port: Port = 8000  # port to listen on; 0 takes a free port
-    api_key: str | None = None  # key that requests must send, or several with commas; safer in MULTILIN_API_KEY
+    api_key: str | None = None  # key that requests must send, or several with commas between; safer in MULTILIN_API_KEY
     insecure: bool = False  # let other machines send requests without a key
-    cors: str | None = None  # origins of web pages that may call the server, with commas: https://example.org
+    cors: str | None = None  # origins of web pages that may call the server, separated by commas: https://example.org
     name: Name | None = None  # name of the model for clients; the folder's name if not given
     engine: EngineName = "auto"  # auto: ONNX Runtime on a CPU (the run is exported once), otherwise PyTorch
 
@@ -63,13 +63,13 @@ def _check(arguments: ServeArguments) -> list[str]:
         raise InputError("--api-key: an empty text given, but a key has at least one character")
     if not (keys or arguments.insecure or _is_loopback(arguments.host)):
         raise InputError(
-            f"--host: {arguments.host} can be reached from other machines; give --api-key, or --insecure to need no key"
+            f"--host: {arguments.host} can be reached from other machines; give --api-key, or --insecure to use no key"
         )
     return keys
 
 
 def _origin(text: str) -> str:
-    """The origin of a page as browsers send it, in lower case and without the default port; `*` is any."""
+    """The origin of a page as browsers send it, in lower case and without the default port; `*` stands for any."""
     if text == "*":
         return text
     with contextlib.suppress(ValueError):

@@ -11,7 +11,7 @@ LONGEST_HEADING = 12
 
 
 def make_console() -> "Console":
-    """stdout, without colours if it is not a terminal."""
+    """A console that prints to stdout, without colours if stdout is not a terminal."""
     from rich.console import Console
 
     return Console(highlight=False)

@@ -21,7 +21,7 @@ class PrepareArguments:
 
 
 def prepare(plan: ShardSettings, arguments: PrepareArguments) -> None:
-    """Prepare text of any size for training: shards of tokens, a tokenizer, a manifest with checksums.
+    """Prepare text of any size for training: write shards of tokens, a tokenizer, and a manifest with checksums.
 
     An interrupted or killed command keeps its finished parts; run it again to continue. Training reads the folder with
     `--data.source FOLDER`, or several folders with `--data.mix '{"FOLDER": 2, "OTHER": 1}'`.

@@ -59,7 +59,7 @@ def train(arguments: TrainArguments, changes: Changes) -> None:
         result = train(recipe, resume=arguments.resume, overwrite=arguments.overwrite, progress=display, began=began)
     export_trained(result)
     if is_task(recipe.data.name):
-        print(f"Random guessing gets {100 * task_text(recipe.data.name).train.task.chance:.1f} % right.")
+        print(f"Random guessing gets {100 * task_text(recipe.data.name).train.task.chance:.1f} % of the answers right.")
         say_next(["multilin", "generate", result.output])
     else:
         say_next(["multilin", "generate", result.output, "--prompt", "The"], ["multilin", "evaluate", result.output])
@@ -81,7 +81,7 @@ def print_pick(picked: "Pick") -> None:
     blocks, decay = plan.global_batch_size or plan.batch_size, recipe.optimizer.weight_decay
     rate = recipe.optimizer.learning_rate or "(default of the architecture)"
     rows = {
-        "text": f"{picked.train_bytes / 1e6:,.1f} MB to train on; a counting model of three tokens reaches "
+        "text": f"{picked.train_bytes / 1e6:,.1f} MB to train on; a trigram model reaches "
         f"{picked.trigram:.3f} bits per byte",
         "this machine": f"{picked.candidate.tokens_per_second:,.0f} tokens/s when training this model",
         "model": f"{recipe.model.kind}, width {size.hidden_size}, {plural(size.num_layers, 'layer')}, "

@@ -53,9 +53,7 @@ def export_run(
     """
     model = run.model
     if not isinstance(model, MultilinForCausalLM):
-        raise InputError(
-            f"run: a {model.config.model_type} model given, but only models of this package can be exported"
-        )
+        raise InputError(f"run: a {model.config.model_type} model given, but only models of multilin can be exported")
     model = copy.deepcopy(model).to("cpu").float().eval()
     model.set_arithmetic(dataclasses.replace(model.arithmetic, products="float"))
     codec, state = text_codec(run.tokenizer), state_tensors(model)

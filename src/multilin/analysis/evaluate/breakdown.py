@@ -143,7 +143,7 @@ class TokenKinds:
         self._ends_word = np.array([text[-1:].isalnum() for text in all_texts])
 
     def classes(self, tokens: NDArray[np.int64], before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The class of each token as an index into CLASSES; it also depends on the token before."""
+        """The class of each token as an index into CLASSES; the class also depends on the token before."""
         kinds = self._kind[tokens]
         goes_on = self._ends_word[before] & ~self._begins_apart[tokens]
         return np.where((kinds == CLASSES.index("word start")) & goes_on, CLASSES.index("word continuation"), kinds)
@@ -172,7 +172,7 @@ def _frequency_classes(counts_V: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def as_data(breakdown: Breakdown) -> dict[str, Any]:
-    """The score and its parts as plain data; documents only as their number, quantiles, and the best and worst."""
+    """The score and its parts as plain data; for documents only their number, quantiles, and the best and worst."""
     return dataclasses.asdict(breakdown.evaluation) | {
         "by_position": _data(breakdown.by_position),
         "by_document": _documents(breakdown),

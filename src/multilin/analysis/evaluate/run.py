@@ -50,8 +50,8 @@ def break_down_run(
         progress: called at intervals.
 
     Raises:
-        InputError: the text cannot be read, no text is given and the folder has no recipe that names one, or `long` is
-            given and the model cannot read texts of any length.
+        InputError: the text cannot be read; no text is given and the folder has no recipe that names a text; or `long`
+            is given and the model cannot read texts of any length.
     """
     whole_model = check_reads_any_length(run) if long else None
     recipe, max_tokens = recipe_of(run), settings.max_tokens
@@ -82,7 +82,7 @@ def break_down_run(
 
 
 def recipe_of(run: Run) -> Recipe | None:
-    """The recipe in the folder of a run; None if there is none."""
+    """The recipe in the folder of a run; None if the folder has no recipe."""
     return load_recipe(run.folder) if (run.folder / RECIPE_FILE).is_file() else None
 
 
@@ -117,7 +117,7 @@ def _text_identity(folder: Path) -> str | None:
 
 
 def block_size(run: Run, recipe: Recipe | None) -> int:
-    """Tokens in a block: as in training; without a recipe, the most that the model can read, else `BLOCK_SIZE`."""
+    """Tokens in a block: as in training; without a recipe, the longest text of the model; else `BLOCK_SIZE`."""
     return recipe.model.n_positions if recipe else run.longest_text or BLOCK_SIZE
 
 
@@ -136,7 +136,7 @@ def read_whole(
     The model's state is passed from chunk to chunk, so memory does not grow with the length of the document.
 
     Args:
-        model: a model that reads texts of any length; it stays in training or evaluation mode.
+        model: a model that reads texts of any length; its mode (training or evaluation) does not change.
         packed: the text, packed with the model's tokenizer.
         chunk_tokens: tokens in one forward pass; the losses do not depend on it.
         max_tokens: stop after about this many tokens.

@@ -81,14 +81,14 @@ def evaluate_tasks(
     limit: int | None = None,
     batch_size: int = 8,
 ) -> dict[str, dict[str, dict[str, float | None]]]:
-    """Score a run on tasks of lm-eval: {task: {metric: {"value": ..., "standard_error": ... or None}}}.
+    """Score a run on tasks of lm-eval, as {task: {metric: {"value": ..., "standard_error": ... or None}}}.
 
     Args:
         run: the model and its tokenizer.
         tasks: names of tasks or groups.
         folder: a folder with further tasks (YAML).
         trust_task_code: allow code in the folder to run. lm-eval imports the Python files that `!function` names and
-            evaluates templates without a sandbox; the YAML file alone does not show what they do.
+            evaluates templates without a sandbox; the YAML file alone does not show what this code does.
         limit: number of examples of each task; None takes all.
         batch_size: sequences per forward pass.
 
@@ -122,7 +122,7 @@ def _check_folder(folder: Path, is_trusted: bool) -> None:
     if not is_trusted:
         raise InputError(
             f"--task-folder: {shorten(str(folder))} can run code, as lm-eval imports Python from it and evaluates its "
-            "templates; inspect it, and add --trust-task-code"
+            "templates; inspect the folder, then add --trust-task-code"
         )
     if not folder.is_dir():
         raise InputError(f"--task-folder: there is no folder {shown(str(folder))}")
@@ -131,7 +131,7 @@ def _check_folder(folder: Path, is_trusted: bool) -> None:
 
 
 def _find_tasks(tasks: Sequence[str], folder: str | None) -> TaskManager:
-    """Return a manager that knows the tasks. It searches the thousands of files in lm-eval only if needed."""
+    """Return a manager that knows the tasks. The thousands of files in lm-eval are searched only if needed."""
     if folder is not None:
         manager = TaskManager(include_path=folder, include_defaults=False)
         if set(tasks) <= set(manager.all_tasks):

@@ -22,7 +22,7 @@ from multilin.runs.load import longest_text
 NUM_GUESSES = 3
 
 ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers reports it."
-MEAN = "A weight is the mean of the shares over all layers and heads, with the weight of the position's own token."
+MEAN = "A weight is the mean of the shares over all layers and heads, where the position's own term is added."
 FEWEST_RANKED = 3  # fewest tokens for a rank correlation
 MOST_LOGITS = 2**24  # in one forward pass
 
@@ -34,7 +34,7 @@ class Removal:
     loss_change_TS: increase of -ln p of the token that follows; nan after the last token.
     divergence_TS: Kullback-Leibler divergence sum_w p(w) ln(p(w) / q(w)) of the predictions with (p) and without (q)
         the token.
-    Both are nan for the start token, which is never removed, and for s > t, as position t does not read later tokens.
+    Both arrays are nan for the start token, which is never removed, and for s > t, because t reads no later tokens.
     """
 
     loss_change_TS: NDArray[np.float64]
@@ -44,7 +44,7 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; all positions if it is 0."""
+    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; at all if `kept` is 0."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
         # Without a mask, transformers would read a gap in the positions as the start of another text.
@@ -57,11 +57,11 @@ def next_token_log_probabilities(
 def measure_removal(
     model: PreTrainedModel, ids_T: Tensor, *, batch_size: int = 16, progress: Callable[[int], None] = lambda done: None
 ) -> Removal:
-    """Remove each token but the first and read the text again.
+    """Remove each token except the first in turn, and read the text again without it.
 
-    If the model has positions, the other tokens keep theirs; else removing an early token would mostly measure the
-    shift of all later ones. A window that contains the gap reaches one token further back. The prediction after a
-    removed token s is the prediction after token s - 1. `progress` is called with the number of tokens done.
+    If the model has positions, the other tokens keep their positions; otherwise, removing an early token would mostly
+    measure the shift of all later tokens. A window that contains the gap reaches one token further back. The prediction
+    after a removed token s is the prediction after token s - 1. `progress` is called with the number of tokens done.
 
     Cost: T - 1 forward passes over T - 1 tokens.
     """
@@ -90,7 +90,7 @@ class Agreement:
 
     correlation: mean over positions of Spearman's rank correlation between the weights of the tokens that a position
         reads and the divergences at this position after their removal; None if no position reads enough tokens.
-    nearness: the same correlation, with the nearness of the tokens to the position instead of their weights.
+    nearness: the same correlation, but with tokens ranked by nearness to the position instead of by weight.
     positions: number of positions in the mean.
     """
 
@@ -102,8 +102,8 @@ class Agreement:
 def agreement(weights_TS: NDArray[np.float64], removal: Removal, nearest: int, farthest: int | None) -> Agreement:
     """Compare the size of weights with the effects of removing tokens.
 
-    The start token, which is never removed, is left out, and so is each position's own token, which reaches the
-    prediction in other ways too. `nearest` and `farthest` are the smallest and largest distance that is read.
+    The start token is left out, because it is never removed. A position's own token is left out, because it reaches the
+    prediction in other ways too. `nearest` and `farthest` are the limits of the distances that a position reads.
     """
     correlations, by_nearness = [], []
     for place in range(len(weights_TS)):
@@ -167,8 +167,8 @@ class Explanation:
 
     token_ids: (T,) the text.
     losses: (T - 1,) -ln p of each token after the start token, in nats.
-    guesses: the likeliest next tokens after each token, (id, probability).
-    steps: the steps of all layers, after their mean if every weight is a share; empty if no weights can be read.
+    guesses: the likeliest next tokens after each token, as pairs (id, probability).
+    steps: the steps of all layers, preceded by their mean if every weight is a share; empty if no weights can be read.
     removal: effects of removing tokens; None if they were not measured.
     """
 
@@ -238,7 +238,7 @@ def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """Turn values (..., S) of tokens into (..., C): each character gets its tokens' value of largest size."""
+    """Turn values (..., S) of tokens into (..., C): a character gets its tokens' largest value, by size."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)
@@ -254,7 +254,7 @@ def _step(layer: int, name: str, reading: Reading, removal: Removal | None) -> S
 
 
 def _readings(model: PreTrainedModel, ids_T: Tensor) -> list[tuple[int, str, Reading]]:
-    """The layer, name and reading of every step; if there are several and all weights are shares, first the mean."""
+    """The layer, name and reading of every step; their mean comes first if all weights are shares."""
     readings = _own_readings(model, ids_T) if isinstance(model, MultilinForCausalLM) else attentions(model, ids_T)
     if len(readings) > 1 and all(reading.is_share for _, _, reading in readings):
         return [(0, "", _mean([reading for _, _, reading in readings])), *readings]

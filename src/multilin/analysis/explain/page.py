@@ -135,7 +135,7 @@ def _rounded(value: float) -> float | None:
 
 
 def picture(report: Report) -> bytes:
-    """Draw a PNG: the text coloured by the weights at the last position, and by the effects of removals on it."""
+    """Draw a PNG: the text coloured by the weights at the last position, and by the effects of removals there."""
     from matplotlib.figure import Figure
 
     panels, pieces = _panels(report), list(_pieces([text for _, text in report.characters]))

@@ -91,8 +91,8 @@ def explain_run(
         ids, source = text_codec(run.tokenizer).encode(text), "the given text"
     if len(ids) > settings.max_tokens:
         raise InputError(
-            f"text: {plural(len(ids), 'token')} given, but at most {settings.max_tokens} are explained, as each is "
-            "removed in turn; give a shorter text, or raise --max-tokens"
+            f"text: {plural(len(ids), 'token')} given, but at most {settings.max_tokens} are explained, as each token "
+            "is removed in turn; give a shorter text, or raise --max-tokens"
         )
     token_ids = [start_token_id(run.tokenizer), *ids]
     pairs = len(token_ids) ** 2 * (2 + run.model.config.num_hidden_layers)
@@ -141,9 +141,9 @@ def answer(report: Report) -> str:
     else:
         sentences.append("At the last position the model's layers read no token.")
     if effects_S is None:
-        return " ".join([*sentences, "Removal was not measured, so what the prediction depends on is not known."])
+        return " ".join([*sentences, "Removal was not measured, so it is unknown which tokens change the prediction."])
     if not np.isfinite(effects_S).any():
-        return " ".join([*sentences, "Before the last token there is none that can be removed."])
+        return " ".join([*sentences, "There is no token before the last one that can be removed."])
     felt = [i for i in largest(effects_S, NUM_NAMED) if effects_S[i] >= FELT]
     if not felt:
         hardly = f"Removing any token before the last one changes the prediction by less than {FELT:g} nats."
@@ -181,7 +181,7 @@ def finding(explanation: Explanation) -> str:
             "as an explanation."
         )
     if overall.nearness >= overall.correlation:
-        sentence += " The distance of a token predicts its effect as well or better."
+        sentence += " The distance of a token predicts its effect as well as its weight, or better."
     return (
         f"Rank correlation with the effects of removal: weights {overall.correlation:.2f}, nearness alone "
         f"{overall.nearness:.2f} ({plural(overall.positions, 'position')}). {sentence}"

@@ -53,8 +53,8 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
 class MixedOrder(BlockOrder):
     """A BlockOrder of a mixture of texts, in proportion to their weights.
 
-    Every `WINDOW` positions hold blocks of each text in proportion to its weight (rounded, at least one block). The seed
-    decides the order of these blocks. Each text has its own BlockOrder, so a text with few blocks for its weight begins
+    Every `WINDOW` positions hold blocks of each text in proportion to its weight (rounded, at least one block). The
+    seed decides the order of these blocks. Each text has its own BlockOrder, so a text with few blocks for its weight begins
     again before another text has ended.
     """
 

@@ -56,8 +56,8 @@ class TrainingInterrupted(Exception):
 class StopRequest:
     """Context in which SIGINT and SIGTERM do not end the program but are recorded in `signal_number`.
 
-    A second signal acts as usual, for users who cannot wait for the run's last step and checkpoint. Python delivers signals
-    to the main thread only; in other threads the context does nothing.
+    A second signal acts as usual, for users who cannot wait for the run's last step and checkpoint. Python delivers
+    signals to the main thread only; in other threads the context does nothing.
     """
 
     def __init__(self) -> None:

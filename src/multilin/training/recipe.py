@@ -1,8 +1,8 @@
-"""A recipe is everything that decides a training run, as plain data: dataclasses of settings, YAML in files.
+"""A recipe is the plain data that decides a training run: dataclasses of settings, and YAML in files.
 
 `load_recipe("demo", {"training.max_steps": 50})` starts from a built-in recipe, a YAML file, or the folder of an
-earlier run, and changes single values. None stands for the default of the architecture or of the machine;
-`multilin.training.resolve` fills these in, and the run saves the filled-in recipe.
+earlier run, and changes single values. The value None means the default of the architecture or of the machine.
+`multilin.training.resolve` fills in these defaults, and the run saves the filled-in recipe.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def builtin_recipes() -> dict[str, Path]:
 
 
 Changes = Annotated[dict[str, Any], Recipe]
-"""Dotted fields of a recipe to their new values, as the command line takes them."""
+"""A dictionary of dotted fields of a recipe and their new values, as the command line takes it."""
 
 
 def load_recipe(
@@ -70,14 +70,14 @@ def load_recipe(
     """Read a recipe and replace single values.
 
     Args:
-        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path
-            never names a built-in recipe.
-        overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
-        defaults: dotted fields to values that replace the defaults, if neither the recipe nor `overrides` gives them.
+        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. If given
+            as a Path, this is never a built-in recipe.
+        overrides: maps dotted fields ("training.max_steps", "model.options.window") to their new values.
+        defaults: maps dotted fields to values, which apply if neither the recipe nor `overrides` gives the field.
 
     Raises:
-        InputError: there is no such recipe, it is not YAML, a field is unknown or has a value of a wrong type; the
-            model to start from does not exist, or a field contradicts it.
+        InputError: there is no such recipe, or it is not YAML; a field is unknown or has a value of a wrong type; the
+            model to start from does not exist, or a field contradicts this model.
     """
     overrides = overrides or {}
     path = None if name_or_path is None else _find(name_or_path)
@@ -106,7 +106,7 @@ def load_recipe(
 def _start_sections(recipe: Recipe, given: Values) -> Values:
     """The given fields of the sections `model` and `tokenizer`, with their values in the recipe.
 
-    The values in the recipe are checked and converted; for example, the given text '8' has become a number.
+    The recipe holds checked and converted values; for example, the given text '8' has become the number 8.
     """
     return {
         name: {field: getattr(getattr(recipe, name), field) for field in given[name]}
@@ -132,7 +132,7 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raise if a recipe gives a hash of weights, or adapters, but no model to start from."""
+    """Raise if a recipe gives `start_hash` or `lora`, but no model to start from."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
         raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
     if recipe.model.start is None and recipe.training.lora is not None:
@@ -140,7 +140,7 @@ def check_start(recipe: Recipe) -> None:
 
 
 def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise for a source that a mixture replaces, and for fields that a loaded tokenizer or prepared text decides.
+    """Raise if a mixture replaces a given source, or a loaded tokenizer or prepared text decides a given field.
 
     Args:
         recipe: the recipe, which already contains the given fields.
@@ -166,12 +166,12 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
 
 
 def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, by dotted field, that a recipe and its overrides give; arguments as for `load_recipe`."""
+    """The values, by dotted field, that a recipe and overrides give; arguments are the same as for `load_recipe`."""
     return flatten(_changed({} if name_or_path is None else _read(_find(name_or_path)), overrides))
 
 
 def left_out_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """The dotted fields of a recipe that another choice has replaced; `recipe` is the result of `load_recipe`."""
+    """The dotted fields whose values another choice has replaced; `recipe` is the result of `load_recipe`."""
     given = {} if name_or_path is None else flatten(_read(_find(name_or_path)))
     kept = given_fields(name_or_path, overrides)
     decided = DECIDED_BY_PREPARING if recipe.data.is_prepared else ()
@@ -184,7 +184,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
-    """The first dotted field that decides the run and differs between two recipes, with both values; or None."""
+    """The first dotted field, and both values, in which two recipes differ and that decides the run; or None."""
     flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):

@@ -54,8 +54,8 @@ class MixedOrder(BlockOrder):
     """A BlockOrder of a mixture of texts, in proportion to their weights.
 
     Every `WINDOW` positions hold blocks of each text in proportion to its weight (rounded, at least one block). The
-    seed decides the order of these blocks. Each text has its own BlockOrder, so a text with few blocks for its weight begins
-    again before another text has ended.
+    seed decides the order of these blocks. Each text has its own BlockOrder, so a text with few blocks for its weight
+    begins again before another text has ended.
     """
 
     def __init__(self, blocks: MixedBlocks, *, seed: int, length: int, fields: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ config.json, model.safetensors, tokenizer.json ...   README.md       the model c
                 the model, as Hugging Face has it    tensorboard/    event files, if asked for
 
 Checkpoints are beside the folder, in NAME.checkpoints, so the folder can be published as it is. A checkpoint holds the
-whole model and all that training needs to continue. A resumed run starts from a checkpoint and rewrites the run's files.
+whole model and all that training needs to continue. A resumed run starts from a checkpoint and writes all files anew.
 """
 
 import contextlib

@@ -127,8 +127,8 @@ def parameter_groups(
     """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
 
     If `by_rows`, every group has `rows`, which is True for the model's row parameters. If `by_matrices`, every group
-    has `matrices`, which is True for the weights of linear layers. If a `learning_rate` is given, groups of parameters with
-    another rate (see `rate_factors`) come last, and their `lr` is this other rate.
+    has `matrices`, which is True for the weights of linear layers. If a `learning_rate` is given, groups with another
+    rate (see `rate_factors`) come last, and their `lr` is this other rate.
     """
     mark = "rows" if by_rows else "matrices" if by_matrices else None
     special = row_parameters(model) if by_rows else matrix_parameters(model) if by_matrices else []

@@ -62,7 +62,7 @@ class Encoder:
 
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast") -> Encoder:
-    """The fastest encoder that gives exactly the tokenizer's ids. Special tokens that a text spells are read as text."""
+    """The fastest encoder that gives exactly the tokenizer's ids. A special token spelled in a text is read as text."""
     backend = TextReader(plain_tokenizer(tokenizer.backend_tokenizer.to_str())).tokenizer
     return WordEncoder(backend) if _splits_at_whitespace(backend) else Encoder(backend)
 

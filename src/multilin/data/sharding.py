@@ -107,7 +107,7 @@ class Job:
 
 
 def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress = no_progress) -> Manifest:
-    """Turn text into shards of tokens, in a folder or at an address of fsspec. Reuse finished shards of an earlier call.
+    """Turn text into shards of tokens, in a folder or at an address of fsspec. Finished shards of earlier calls stay.
 
     Memory holds one document per process and a few hundred bytes per shard, for a text of any length. With several
     workers, call this function below `if __name__ == "__main__":`.

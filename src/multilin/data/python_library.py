@@ -41,7 +41,7 @@ def python_source() -> Iterator[Document]:
 def python_docs() -> Iterator[Document]:
     """The documentation in the standard library, about 2.5 MB.
 
-    There is one document per module (its docstrings, each below its signature), per topic of `help()`, and per text file.
+    There is one document per module (docstrings, each below its signature), per topic of `help()` and per text file.
     """
     for module in _modules():
         with warnings.catch_warnings():

@@ -104,7 +104,7 @@ class Split:
     def of_beginning(cls, census: Census, fraction: float) -> "Split | None":
         """The split of a text, from a census of its first documents; None if these documents do not suffice.
 
-        They suffice if `fraction` of their bytes has room for `ENOUGH` average documents, and the split sets some aside.
+        They suffice if `fraction` of their bytes has room for `ENOUGH` average documents, and some are set aside.
         The hash of a text decides whether a document is set aside whole. The end of each long document is set aside.
         """
         hashes = np.asarray(census.hashes)

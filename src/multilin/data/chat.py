@@ -74,7 +74,7 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
         hint = nearest(str(role), ROLES)
         raise InputError(f"{where}: the role {shown(role)} is not known; known are {', '.join(ROLES)}{hint}")
     if not isinstance(content, str):
-        raise InputError(f"{where}: its content is {shown(content)}, but it should be a text")
+        raise InputError(f"{where}: the content is {shown(content)}, but it should be a text")
     if not content.strip():
         raise InputError(f"{where}: the {role}'s text is empty")
     return {"role": str(role), "content": content}
@@ -142,7 +142,7 @@ class ChatTemplate:
             text = self._render(marked, prompt)
             if self.plain(text) == self._render(messages, prompt):
                 return text
-        raise InputError("messages: one spells a control token that the chat template looks for; write it differently")
+        raise InputError("messages: a message spells a control token that the chat template looks for; change it")
 
     def plain(self, text: str) -> str:
         """A text from `render` without marks."""

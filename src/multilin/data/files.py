@@ -65,7 +65,7 @@ def check_file(path: Path) -> None:
 def _check_document(path: Path, size: int) -> None:
     if size > LARGEST_DOCUMENT:
         text = f"more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document"
-        raise InputError(f"{shorten(str(path))}: {text}; split it, or make it lines of .jsonl")
+        raise InputError(f"{shorten(str(path))}: {text}; split the file, or turn it into lines of .jsonl")
 
 
 def read_file(

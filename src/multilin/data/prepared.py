@@ -235,7 +235,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
         _check_once(store.local, manifest, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
     if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
-        raise InputError(f"{field}: the text in {shown(address)} was packed with another tokenizer than it holds")
+        raise InputError(f"{field}: the text in {shown(address)} was not packed with the tokenizer there")
     validation = PackedText.open(store.fetch(manifest.validation.name, manifest.validation.files, cache))
     identity = hashlib.sha256(content).hexdigest()[:32]
     return PreparedText(tokenizer, ShardedText(store, manifest.train, cache), validation, identity)

@@ -124,7 +124,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
     for name in ("kind", "vocab_size"):
         if plan.tokenizer is not None and (given := getattr(plan, name)) is not None:
             raise InputError(
-                f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one out"
+                f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one of the two out"
             )
     plan = replace(plan, kind=plan.kind or DEFAULT_KIND)
     parts, identity = cut_source(plan.source)
@@ -176,7 +176,7 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     deciding = json.loads(json.dumps(deciding))
     if before is not None and before != deciding:
         name = next(name for name in deciding | before if before.get(name) != deciding.get(name))
-        begun, given = f"another {name}", f"and {name} {shown(deciding.get(name))} given"
+        begun, given = f"another {name}", f"but {name} {shown(deciding.get(name))} is given now"
         if name == "content":
             begun, given = "text files of other sizes or times", "so their text may have changed"
         raise InputError(f"--output: {shown(store.address)} was begun with {begun}, {given}; name a new folder")

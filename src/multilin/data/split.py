@@ -57,7 +57,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Split:
-    """Decides the side of each document of a text, from the texts of the documents, not from their order.
+    """Decides which documents to train on and which to validate on. The order of the documents does not matter.
 
     Attributes:
         fraction: share of the bytes to validate on.

@@ -72,7 +72,7 @@ def describe_tokenizer(arguments: TokenizerShowArguments, progress: Progress = n
     """
     for name in ("text_field", "encoding_errors"):
         if arguments.source is None and getattr(arguments, name) != getattr(TokenizerShowArguments, name):
-            raise InputError(f"--{name.replace('_', '-')}: given without --source, the text it applies to; give both")
+            raise InputError(f"--{name.replace('_', '-')}: given without --source, which names the text; give both")
     tokenizer = load_tokenizer(arguments.tokenizer)
     encoder = make_encoder(tokenizer)
     roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}

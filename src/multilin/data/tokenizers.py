@@ -228,7 +228,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
         for piece in pieces:
             sample.add(piece)
         warnings.warn(
-            "tokenizer: the text has too many different words for the memory, as text without spaces has, so the "
+            "tokenizer: the text has too many different words for the memory, as a text without spaces does, so the "
             f"tokenizer is trained on {sample.kept / 1e6:.1f} of {sample.seen / 1e6:.1f} MB, spread over the text",
             stacklevel=2,
         )
@@ -236,8 +236,8 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
     if (most := tokenizer.get_vocab_size()) != (vocab_size or DEFAULT_VOCAB_SIZE):
         if vocab_size is not None:
             raise VocabularyTooLarge(
-                f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, "
-                "or more text",
+                f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most "
+                "this number, or more text",
                 most,
             )
         warnings.warn(

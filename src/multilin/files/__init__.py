@@ -1,7 +1,7 @@
 """Writes files and folders. Each is complete or absent, and never replaces a device, a pipe or a link.
 
-Data is first written to a hidden file or folder beside the target and flushed to the disk. Then this is renamed to the
-target. Symbolic links are followed: the file to which a link leads is replaced.
+Data is first written to a hidden file or folder beside the target, which is flushed to the disk and then renamed to
+the target. Symbolic links are followed: the file to which a link leads is replaced.
 """
 
 import contextlib

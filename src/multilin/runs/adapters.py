@@ -48,7 +48,7 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
     """
     if getattr(model.config, "unit_variance", False):
         raise InputError(
-            f"{field}: given for a Llama with unit_variance, but adapters do not scale their inputs as it does"
+            f"{field}: given for a Llama with unit_variance, but adapters do not scale their inputs as this model does"
         )
     peft = import_peft()
     with as_input_error(lambda reason: f"{field}: no adapters for this model ({reason})"), warnings.catch_warnings():

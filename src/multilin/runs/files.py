@@ -15,7 +15,7 @@ MANIFEST = "multilin.json"
 RECIPE_FILE = "recipe.yaml"
 """The file with all settings of a run."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""PEFT's file of settings, in a folder with adapters whose base model is in another folder."""
+"""The settings and the weights of adapters, as PEFT writes them; the base model is in another folder."""
 
 
 def is_export(folder: str | Path) -> bool:

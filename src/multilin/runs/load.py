@@ -169,7 +169,7 @@ def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedToke
         end = trained_end(tokenizer, trained_hash)
         if end is None:
             raise InputError(
-                f"{subject} is not the one its model was trained with; put the original tokenizer.json back"
+                f"{subject} is not the tokenizer that its model was trained with; put the original tokenizer.json back"
             )
     if (number := len(tokenizer)) > config.vocab_size:
         advice = f"if tokens were added, save the model again after model.resize_token_embeddings({number})"

@@ -68,8 +68,8 @@ def report_validation(recipe: Recipe, text: PreparedText, progress: TrainingProg
     if is_much_unlike(ratio := unlikeness(text)):
         warnings.warn(
             f"{'data.validation' if recipe.data.validation else 'data.source'}: the validation text is unlike the "
-            f"training text (a counting model needs {ratio:.1f} times as many bits per byte for it), so validation "
-            "bits per byte say little about text like the training text; give a validation text that is more like it "
+            f"training text (an n-gram model needs {ratio:.1f} times as many bits per byte), so validation bits per "
+            "byte say little about text like the training text; give a validation text more like the training text "
             "(data.validation)",
             stacklevel=2,
         )
@@ -188,7 +188,7 @@ def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> 
         return AutoModelForCausalLM.from_config(read_config(folder))
     for name in model.config:
         if name in inspect.signature(create_config).parameters:
-            raise InputError(f"model.config.{name}: given, but another field of the recipe decides it; leave it out")
+            raise InputError(f"model.config.{name}: given, but another field of the recipe decides it; leave this one out")
     return create_model(
         model.architecture,
         vocab_size=vocab_size,

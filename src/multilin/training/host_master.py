@@ -107,10 +107,10 @@ def check_host_master(plan: TrainingRecipe, device: torch.device) -> None:
             "precision int8"
         )
     if (count := max(world_size(), torch.accelerator.device_count())) > 1:
-        raise InputError(f"training.master: 'host' given on {count} devices, but it takes one process with one device")
+        raise InputError(f"training.master: 'host' given on {count} devices, but it needs one process with one device")
     if device.type == "cpu":
         warnings.warn(
-            "training.master: 'host' saves memory of a GPU, but this machine has no GPU: it only costs time and "
+            "training.master: 'host' saves memory of a GPU, but this machine has no GPU: 'host' only costs time and "
             "rounds the gradients",
             stacklevel=3,
         )

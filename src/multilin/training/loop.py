@@ -404,17 +404,17 @@ def _warn_of_few_steps(recipe: Recipe, steps: int) -> None:
     minutes, warmup_steps = recipe.training.minutes, recipe.schedule.warmup_steps or 0
     if minutes is not None and steps <= warmup_steps and steps < recipe.training.num_steps:
         warnings.warn(
-            f"training.minutes: {minutes:g} given, enough for only {plural(steps, 'step')}, but the learning "
-            f"rate rises for {warmup_steps} (schedule.warmup_steps); give more minutes, or a smaller model or batch",
+            f"training.minutes: {minutes:g} given, enough for only {plural(steps, 'step')}, but the learning rate "
+            f"rises for {warmup_steps} steps (schedule.warmup_steps); give more minutes, or a smaller model or batch",
             stacklevel=4,
         )
 
 
 def _interrupted(run: _Run, stop: StopRequest) -> TrainingInterrupted:
     again = f"`{shlex.join(['multilin', 'train', str(run.folder.path), '--resume'])}`"
-    advice = f"its checkpoint is saved, and {again} continues the run"
+    advice = f"the checkpoint is saved, and {again} continues the run"
     if run.folder.last_checkpoint() is None:
-        advice = f"no checkpoint was saved, as every step was skipped; {again} starts again"
+        advice = f"no checkpoint was saved, as every step was skipped; {again} starts the run again"
     # The signal may have reached another process only.
     return TrainingInterrupted(f"stopped after {run.place}; {advice}", stop.signal_number or signal.SIGTERM)
 
@@ -463,6 +463,6 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
         if not (isinstance(error, DistError) or "gloo" in str(error)):
             raise
         raise TrainingFailed(
-            f"the run in {folder.path} stopped, as another of its processes has ended; {where()}, and --resume "
+            f"the run in {folder.path} stopped because another process of it has ended; {where()}, and --resume "
             "continues the run"
         ) from error

@@ -44,7 +44,7 @@ class NgramModel:
         if not 1 <= order <= MAX_ORDER:
             raise InputError(f"order: {order} given, but it should be 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
-            raise InputError(f"order: {order} given, but it is too high for a vocabulary of {self.vocab_size}")
+            raise InputError(f"order: {order} given, but this order is too high for a vocabulary of {self.vocab_size}")
         self._count(train_ngrams(train, order, most))
 
     @classmethod

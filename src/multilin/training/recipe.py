@@ -85,7 +85,7 @@ def load_recipe(
     is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
     if is_run:
         if "output" not in values:
-            raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
+            raise InputError(f"recipe: {path} is incomplete: it lacks the field output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since then
         if overrides.get("model.start") not in (None, get(values, "model.start")):
             values = without(values, _OF_START)
@@ -134,7 +134,7 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
 def check_start(recipe: Recipe) -> None:
     """Raise if a recipe gives `start_hash` or `lora`, but no model to start from."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
-        raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
+        raise InputError("model.start_hash: given without model.start, which names the model; leave the hash out")
     if recipe.model.start is None and recipe.training.lora is not None:
         raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
 
@@ -154,14 +154,14 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
     name = next((name for name, value in trained.items() if value is not None), None)
     if name is not None and (path := recipe.tokenizer.path) is not None:
         raise InputError(
-            f"tokenizer.{name}: {shown(trained[name])} given, but the tokenizer {shown(path)} is loaded, which "
-            "decides it; leave it or tokenizer.path out"
+            f"tokenizer.{name}: {shown(trained[name])} given, but the loaded tokenizer {shown(path)} decides "
+            "this field; leave out this field or tokenizer.path"
         )
     packed = [name for name in given if name in DECIDED_BY_PREPARING and given[name] is not None]
     if packed and recipe.data.is_prepared:
         raise InputError(
-            f"{packed[0]}: {shown(given[packed[0]])} given, but {shown(recipe.data.name)} is prepared text, which "
-            "decides it; leave it out, or give it to `multilin prepare`"
+            f"{packed[0]}: {shown(given[packed[0]])} given, but the prepared text {shown(recipe.data.name)} "
+            "decides this field; leave it out, or give it to `multilin prepare`"
         )
 
 

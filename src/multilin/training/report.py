@@ -123,13 +123,13 @@ A causal language model, trained {origin} with `multilin`.
 |---|---|
 {table}
 
-Validation is on text the model was not trained on.
+The validation data was not used for training.
 
 ![Loss over training tokens](loss.png)
 
 ## Use
 
-It needs the package [multilin](https://pypi.org/project/multilin): `pip install multilin`.
+The model needs the package [multilin](https://pypi.org/project/multilin): `pip install multilin`.
 
 ```python
 import multilin  # teaches transformers this model

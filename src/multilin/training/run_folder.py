@@ -74,7 +74,7 @@ class RunFolder:
                 but the folder has no run of this recipe, or no undamaged checkpoint.
         """
         if resume and overwrite:
-            raise InputError("resume and overwrite exclude each other: give one, to continue the run or to replace it")
+            raise InputError("resume and overwrite given; give only one, to continue the run or to replace it")
         check_folder("output", self.path)
         check_folder("output", self.checkpoints)
         if (self.path / RUN_FILE).exists():
@@ -206,8 +206,8 @@ class RunFolder:
             model = next((path for path in self._written() if path.suffix == ".safetensors"), None)
             if model is not None:
                 raise InputError(
-                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to resume from; name it as "
-                    "model.start in another run, or replace it with --overwrite"
+                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to resume from; name the "
+                    "folder as model.start in another run, or replace the model with --overwrite"
                 )
             before = load_recipe(self.path)
         else:

@@ -72,7 +72,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
         own = load_own_tokenizer(folder, model.config)
     if tokenizer_hash(own) != tokenizer_hash(tokenizer):
         raise InputError(
-            f"model.start: the model in {shown(start)} was trained with another tokenizer than the text has"
+            f"model.start: the model in {shown(start)} was trained with another tokenizer than the text to train on has"
         )
     return model.float()
 

@@ -71,7 +71,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for expected, given in [*((own, group) for group in groups), *kept]:
             if missing := sorted(expected - given.keys()):
                 raise InputError(
-                    f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
+                    f"optimizer: the given state lacks {', '.join(missing)}, so it was not saved by "
                     f"{type(self).__name__}; continue with the optimizer that saved it"
                 )
         super().load_state_dict(state_dict)

@@ -50,7 +50,7 @@ class Muon(CheckedOptimizer):
             InputError: the group has no `matrices`, or is for Muon and has a tensor that is not a matrix.
         """
         if "matrices" not in param_group:
-            raise InputError("params: a group without 'matrices' given, but it must be True (Muon) or False (AdamW)")
+            raise InputError("params: a group lacks 'matrices'; set it to True for Muon or False for AdamW")
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if added["matrices"] and (others := [tuple(x.shape) for x in added["params"] if x.ndim != 2]):

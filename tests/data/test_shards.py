@@ -561,7 +561,7 @@ def test_what_a_loaded_tokenizer_decides_is_refused(tmp_path: Path) -> None:
     for name, value in (("kind", "bpe"), ("vocab_size", 512)):
         with pytest.raises(InputError, match=f"{name}: {value} given, but the tokenizer .* decides it"):
             prepare_shards(ShardSettings("python-docs", str(tmp_path / "out"), tokenizer=path, **{name: value}))
-        with pytest.raises(InputError, match=rf"tokenizer\.{name}: '?{value}'? given, but the loaded tokenizer .* decides"):
+        with pytest.raises(InputError, match=rf"tokenizer\.{name}: '?{value}'? given, but the loaded tokenizer "):
             load_recipe(None, {"tokenizer.path": path, f"tokenizer.{name}": value})
     assert load_recipe(None, {"tokenizer.path": None, "tokenizer.kind": "byte"}).tokenizer.kind == "byte"
 

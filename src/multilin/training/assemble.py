@@ -188,7 +188,7 @@ def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> 
         return AutoModelForCausalLM.from_config(read_config(folder))
     for name in model.config:
         if name in inspect.signature(create_config).parameters:
-            raise InputError(f"model.config.{name}: given, but another field of the recipe decides it; leave this one out")
+            raise InputError(f"model.config.{name}: given, but another field of the recipe decides it; leave it out")
     return create_model(
         model.architecture,
         vocab_size=vocab_size,

@@ -360,7 +360,7 @@ def pack_into(
 
 
 def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
-    """Write several packed texts of one tokenizer into an empty folder, as one packed text."""
+    """Join several packed texts of one tokenizer into one packed text, and write it into an empty folder."""
     first = texts[0].description
     for name in (TOKENS, ANSWERS) if first.is_chat else (TOKENS,):
         with (folder / name).open("wb") as stream:

@@ -81,7 +81,7 @@ def prepare_text(
 
 
 def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
-    """The prepared text, with only the requested part of its validation text."""
+    """The prepared text, with only the requested part of the validation text."""
     if data.validation_part == "all":
         return text
     if text.validation.num_documents < 2 and not text.validation.description.num_cut:

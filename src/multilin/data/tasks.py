@@ -126,7 +126,7 @@ def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptio
         A 4 C 2 F 7 . . C 2 . . A 4 . . F 7 .
                           2       4       7
 
-    Keys are different; values may repeat. Source: Zoology (arXiv 2312.04927).
+    All keys differ; values may repeat. Source: Zoology (arXiv 2312.04927).
     """
     keys = FIRST_SYMBOL + _distinct(rng, count, options.num_keys, options.num_pairs)
     values = FIRST_SYMBOL + options.num_keys + rng.integers(options.num_values, size=keys.shape)

@@ -31,7 +31,7 @@ class Evaluation:
 
 
 class Scored(NamedTuple):
-    """Losses of N tokens.
+    """The losses of N tokens.
 
     places: (N,) index of each token in the packed text.
     contexts: (N,) number of earlier tokens that the model read for each token, start token included; see `read_blocks`.

@@ -26,7 +26,7 @@ def train_on_ray(
     resume: bool = False,
     max_failures: int = 3,
 ) -> "Result":
-    """Train a recipe on Ray workers; the result is the same as with as many processes of torchrun.
+    """Train a recipe on Ray workers; the result is the same as with torchrun and equally many processes.
 
     Args:
         recipe, changes: the arguments of `load_recipe`. Paths should be absolute; all machines must reach these paths.

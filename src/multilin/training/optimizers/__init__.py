@@ -92,7 +92,7 @@ def row_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def matrix_parameters(model: nn.Module) -> list[Tensor]:
-    """The weights of linear layers, except the output and the linear children of a `ParameterHolder`."""
+    """The weights of linear layers, except the output layer and the linear children of a `ParameterHolder`."""
     modules = list(model.modules())
     packed = [child for holder in modules if isinstance(holder, ParameterHolder) for child in holder.children()]
     others = {id(child.weight) for child in packed if type(child) is nn.Linear} | set(map(id, row_parameters(model)))
@@ -124,7 +124,7 @@ def parameter_groups(
     by_matrices: bool = False,
     learning_rate: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
+    """The parameters of a model in groups. Only parameters named in `decayed` have the given `weight_decay`.
 
     If `by_rows`, every group has `rows`, which is True for the model's row parameters. If `by_matrices`, every group
     has `matrices`, which is True for the weights of linear layers. If a `learning_rate` is given, groups with another

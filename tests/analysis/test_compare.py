@@ -238,7 +238,7 @@ def test_a_stopped_comparison_says_how_it_goes_on(
     sandbox: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool, command: str
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
-        raise TrainingInterrupted("stopped after step 5 of 10; its checkpoint is saved", 2)
+        raise TrainingInterrupted("stopped after step 5 of 10; the checkpoint is saved", 2)
 
     monkeypatch.setattr("multilin.analysis.compare.run.train", interrupted)
     with pytest.raises(TrainingInterrupted, match=f"elita-s0 stopped after step 5 of 10; the {command} resumes there"):
@@ -255,7 +255,7 @@ def test_runs_of_another_sweep_do_not_stand_in_the_way_after_a_stop(
         raise InputError("not trained")
 
     def interrupted(*_: Any, **__: Any) -> None:
-        raise TrainingInterrupted("stopped after step 5 of 20; its checkpoint is saved", 2)
+        raise TrainingInterrupted("stopped after step 5 of 20; the checkpoint is saved", 2)
 
     monkeypatch.setattr("multilin.analysis.compare.run.train", begun)
     said: list[str] = []

@@ -95,7 +95,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(damaged: Path, cli: Call,
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (damaged / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "is not the one its model was trained with" in refusal("evaluate", damaged, "--source", "python-docs")
+    assert "not the tokenizer that its model was trained" in refusal("evaluate", damaged, "--source", "python-docs")
 
 
 def written(verb: str, run: Path, text: Path, output: Path) -> tuple[list[object], Path]:

@@ -217,7 +217,7 @@ def test_a_template_that_looks_for_a_control_token_in_a_message_is_not_given_one
     _, layout = layout_of(byte(True), "m.content | replace('<|end|>', '')")
     layout.token_ids([{"role": "user", "content": "end|>"}], None)
     for text in ("<|end|>", "<|e<|end|>nd|>"):
-        with pytest.raises(InputError, match="messages: one spells a control token that the chat template looks for"):
+        with pytest.raises(InputError, match="messages: a message spells a control token that the chat template"):
             layout.token_ids([{"role": "user", "content": text}], None)
 
 

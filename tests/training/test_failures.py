@@ -272,7 +272,7 @@ def test_a_run_that_is_stopped_before_any_update_says_that_there_is_no_checkpoin
     with (
         pytest.warns(UserWarning, match="is not finite"),
         pytest.raises(
-            TrainingInterrupted, match=r"as every step was skipped; `multilin train '.*my run' --resume` starts again"
+            TrainingInterrupted, match=r"every step was skipped; `multilin train '.*my run' --resume` starts the run"
         ),
     ):
         train(tiny(tmp_path / "my run", **{"optimizer.nonfinite": "skip"}))
@@ -346,7 +346,7 @@ def test_a_process_that_ends_before_the_first_step_is_one_sentence(
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     monkeypatch.setattr("multilin.training.loop.read_data", lost)
-    with pytest.raises(TrainingFailed, match=r"stopped, as another of its processes has ended; no checkpoint was"):
+    with pytest.raises(TrainingFailed, match=r"stopped because another process of it has ended; no checkpoint was"):
         train(tiny(tmp_path / "run"))
 
 
@@ -413,7 +413,7 @@ def test_a_model_without_its_checkpoints_is_not_trained_over(
 
 
 def test_resume_and_overwrite_exclude_each_other(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="exclude each other"):
+    with pytest.raises(InputError, match="resume and overwrite given"):
         train(tiny(tmp_path / "run"), resume=True, overwrite=True)
 
 

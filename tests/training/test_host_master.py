@@ -199,7 +199,7 @@ def test_what_it_cannot_do_is_refused(tiny: Tiny, tmp_path: Path, monkeypatch: p
         train(tiny(tmp_path / "run", **{"training.master": "host"}))
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr("multilin.training.host_master.world_size", lambda: 2)
-    with pytest.raises(InputError, match="'host' given on 2 devices, but it takes one process with one device"):
+    with pytest.raises(InputError, match="'host' given on 2 devices, but it needs one process with one device"):
         check_host_master(tiny(tmp_path / "run", **HOST).training, torch.device("cpu"))
 
 

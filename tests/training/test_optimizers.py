@@ -228,7 +228,7 @@ def test_matrix_moment_refuses_a_state_of_normalized_sgd() -> None:
     parameter.grad = torch.ones(2, 2)
     optimizer = NormalizedSGD([parameter])
     optimizer.step()
-    with pytest.raises(InputError, match=r"a state without momentum, second_moment, weight given, so it was not saved"):
+    with pytest.raises(InputError, match=r"the given state lacks momentum, second_moment, weight, so it was not saved"):
         MatrixMoment([parameter]).load_state_dict(optimizer.state_dict())
 
 
@@ -237,7 +237,7 @@ def test_the_state_of_another_optimizer_is_refused(make: Make) -> None:
     parameter.grad = torch.ones(2, 2)
     adam = torch.optim.AdamW([parameter])
     adam.step()
-    with pytest.raises(InputError, match=r"optimizer: a state without .*rows.* given, so it was not saved by"):
+    with pytest.raises(InputError, match=r"optimizer: the given state lacks .*rows.*, so it was not saved by"):
         make([parameter]).load_state_dict(adam.state_dict())
 
 
@@ -408,13 +408,13 @@ def test_muon_is_copied_takes_another_group_and_refuses_a_state_of_adamw() -> No
     other = pickle.loads(pickle.dumps(optimizer))
     for one, two in zip(step(copy.deepcopy(optimizer)), step(other), strict=True):
         assert torch.equal(one, two)
-    with pytest.raises(InputError, match=r"a state without matrices given, so it was not saved by Muon"):
+    with pytest.raises(InputError, match=r"the given state lacks matrices, so it was not saved by Muon"):
         optimizer.load_state_dict(torch.optim.AdamW([{"params": [matrix]}, {"params": [vector]}]).state_dict())
 
 
 def test_muon_asks_which_part_changes_a_group() -> None:
     vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 4))
-    with pytest.raises(InputError, match="a group without 'matrices' given"):
+    with pytest.raises(InputError, match="a group lacks 'matrices'"):
         Muon([vector])
     optimizer = Muon([{"params": [matrix], "matrices": True}])
     with pytest.raises(InputError, match=r"a tensor of shape \(3,\) given, but Muon changes only matrices"):

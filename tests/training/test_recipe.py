@@ -224,8 +224,8 @@ def test_resolving_fills_what_was_not_given_and_keeps_what_was() -> None:
             "data: {source: PREPARED}\ntokenizer: {kind: byte}",
             r"tokenizer\.kind: 'byte' given, but .* is prepared text",
         ),
-        ("data: {source: PREPARED, text_field: body}", r"data\.text_field: 'body' given, but .* is prepared text"),
-        ("tokenizer: {kind: bpe, path: there}", r"tokenizer\.kind: 'bpe' given, but the tokenizer 'there' is loaded"),
+        ("data: {source: PREPARED, text_field: body}", r"data\.text_field: 'body' given, but the prepared text"),
+        ("tokenizer: {kind: bpe, path: there}", r"tokenizer\.kind: 'bpe' given, but the loaded tokenizer 'there'"),
         (
             "data: {source: python-docs, mix: {a: 1}}",
             r"data\.source: 'python-docs' given, but data\.mix",

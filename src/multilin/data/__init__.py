@@ -1,1 +1,1 @@
-"""From text to batches: corpora are read, tokenizers trained, documents packed once and memory-mapped."""
+"""From text to batches: reads corpora, trains tokenizers, and packs documents once into memory-mapped files."""

@@ -1,4 +1,4 @@
-"""Encodes text as tokens, with the tokenizers library alone, which is imported quickly."""
+"""Encodes text as tokens. Only the tokenizers library is needed, which is quick to import."""
 
 import json
 import secrets
@@ -24,14 +24,14 @@ def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class TextReader:
-    """Encodes text as tokens. Only the names in `names` become control tokens, never a text that spells one.
+    """Encodes text as tokens. Only the names in `names` become control tokens, never a text that spells a token.
 
     Attributes:
-        names: maps the text of each control token to a name that cannot be guessed, which is read as this token.
+        names: maps the text of each control token to an unguessable name. Only this name is read as the token.
         tokenizer: encodes whole texts.
 
     Args:
-        tokenizer: without truncation and padding.
+        tokenizer: a tokenizer without truncation and padding.
         control: the texts of the control tokens; None takes the special tokens.
     """
 
@@ -50,9 +50,9 @@ class TextReader:
         return encode_whole(self.tokenizer, text)
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that follows other text, without the space that some tokenizers put before a text.
+        """Token ids of text that follows other text. The space that some tokenizers put before a text is left out.
 
-        After a control token a text begins again, with this space, as if all text were encoded in one piece.
+        After a control token the text begins with this space again, as if all text were encoded in one piece.
         """
         place = min((start for name in self._special if (start := text.find(name)) >= 0), default=len(text))
         first, rest = text[:place], text[place:]
@@ -60,9 +60,9 @@ class TextReader:
 
 
 def _special_tokens_in_text(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens, if the tokenizer's model may produce them from a text that spells them.
+    """The special tokens, if the tokenizer's model may produce special tokens from a text that spells them.
 
-    Unigram models may do so. BPE cannot: it begins with single characters, and no merge joins them to a special token.
+    Unigram models may. BPE cannot, since it joins single characters by merges, and no merge gives a special token.
     """
     model = tokenizer.model
     if isinstance(model, models.BPE) and not model.ignore_merges:
@@ -92,7 +92,7 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
 
 
 def _without_space_before(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer without the space it adds before a text; unchanged if that space represents a space of the text."""
+    """The tokenizer without the space added before a text; unchanged if that space represents a space of the text."""
     content = json.loads(tokenizer.to_str())
     parts = {name: _without_prefix(content[name]) for name in ("normalizer", "pre_tokenizer")}
     if parts.items() <= content.items() or _drops_spaces(content["pre_tokenizer"]):

@@ -1,4 +1,4 @@
-"""Reads conversations from rows with `messages`, or `prompt` and `completion`, and encodes them by a chat template."""
+"""Reads conversations from rows, and encodes them by a chat template."""
 
 import contextlib
 import itertools
@@ -24,11 +24,11 @@ CHAT_TEMPLATE = (
     r"{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
     r"{{ '\n\nAssistant:\n' if add_generation_prompt else '' }}"
 )
-"""Template for tokenizers without one: `User:` or another role, a line break, the text, end of text after answers."""
+"""Default chat template: `User:` or another role, a line break, the text, and end of text after answers."""
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
-    """The conversation in a row: its `messages`, or a user's `prompt` and the `completion`; None in any other row.
+    """The conversation in a row: `messages`, or a user's `prompt` and the `completion`; None for any other row.
 
     If one of these fields, or the content of a message, is null, the conversation is empty.
 
@@ -37,8 +37,8 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message] | None:
         where: place of the row; error messages begin with it.
 
     Raises:
-        InputError: messages of another form, an unknown role, an empty message, no message by the assistant, or no
-            message before the assistant's.
+        InputError: messages have another form, a role is unknown, a message is empty, there is no message by the
+            assistant, or the assistant's message comes first.
     """
     if "messages" in row:
         given = row["messages"]
@@ -74,7 +74,7 @@ def _check(message: Mapping[str, Any], where: str) -> Message:
         hint = nearest(str(role), ROLES)
         raise InputError(f"{where}: the role {shown(role)} is not known; known are {', '.join(ROLES)}{hint}")
     if not isinstance(content, str):
-        raise InputError(f"{where}: its content is {shown(content)}, but it should be a text")
+        raise InputError(f"{where}: the content is {shown(content)}, but it should be a text")
     if not content.strip():
         raise InputError(f"{where}: the {role}'s text is empty")
     return {"role": str(role), "content": content}
@@ -84,8 +84,8 @@ class ChatTemplate:
     """Turns messages into tokens by a chat template. Control tokens come from the template, never from a message.
 
     Control tokens are the special tokens, and all other added tokens that the template writes around messages. While
-    the template is rendered, characters of messages are marked: a `MARK` precedes each, or another half surrogate
-    replaces it. So a control token that a message spells is read as text.
+    the template is rendered, characters of messages are marked: `MARK` is put before a character, or another half
+    surrogate replaces it. So a control token that a message spells is read as text.
 
     Attributes:
         special: the texts of special tokens.
@@ -112,7 +112,7 @@ class ChatTemplate:
         self._originals = str.maketrans({MARK: "", **{mark: letter for letter, mark in self._substitutes.items()}})
 
     def _examples(self) -> tuple[str, str]:
-        """What the template writes for examples, and its parts around others' messages or after answers."""
+        """The template's output for examples, and the parts of it that lie outside the assistant's answers."""
         system, user, answer = (
             {"role": role, "content": text} for role, text in zip(ROLES, (".", "?", "\ue000"), strict=True)
         )
@@ -124,10 +124,10 @@ class ChatTemplate:
         return written, frame
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        """The text of messages for `encode`, in which characters of their contents are marked.
+        """The text of messages for `encode`, in which characters of messages' contents are marked.
 
         Args:
-            messages: messages whose contents hold no half of a surrogate pair.
+            messages: messages whose contents have no half of a surrogate pair.
             prompt: whether the text ends with a prompt for an answer.
 
         Raises:
@@ -142,7 +142,7 @@ class ChatTemplate:
             text = self._render(marked, prompt)
             if self.plain(text) == self._render(messages, prompt):
                 return text
-        raise InputError("messages: one spells a control token that the chat template looks for; write it differently")
+        raise InputError("messages: a message spells a control token that the chat template looks for; change it")
 
     def plain(self, text: str) -> str:
         """A text from `render` without marks."""
@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def _any_of(texts: Iterable[str], before: str = "") -> re.Pattern[str]:
-    """A regular expression, as a group, that finds any of these texts, and the longest one at each place."""
+    """A regular expression, as a group, that finds these texts; at each place it matches the longest text."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile(f"{before}({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
@@ -190,7 +190,7 @@ def _marked(text: str) -> str:
 
 
 def cut_marked(text: str, length: int) -> tuple[str, str]:
-    """Cut a text from `ChatTemplate.render` in two; the first part has `length` characters besides marks."""
+    """Cut a text from `ChatTemplate.render` in two; the first part has `length` characters, not counting marks."""
     places = (place + 1 for place, character in enumerate(text) if character != MARK)
     place = next(itertools.islice(places, length - 1, None)) if length else 0
     return text[:place], text[place:]
@@ -200,7 +200,7 @@ class ConversationEncoder:
     """Turns conversations into tokens, by the chat template of a tokenizer.
 
     Args:
-        tokenizer: its chat template may write special tokens; without a template, CHAT_TEMPLATE is used.
+        tokenizer: a tokenizer; CHAT_TEMPLATE is used if it has no chat template.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -220,10 +220,10 @@ class ConversationEncoder:
         """The tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
 
         An answer is the text that the template adds after the prompt, encoded as a text that follows the prompt. So
-        a model learns to continue exactly the tokens that it is given in use.
+        in training a model continues exactly the same tokens as in use.
 
         Raises:
-            InputError: the template fails or has no place for answers, or a message spells a special token.
+            InputError: the template fails or writes no answers, or a message spells a special token.
         """
         for message in messages:
             for token in self._template.special:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"python-docs": python_docs, "python-source": python_source}
 PART_BYTES = 2**26
-"""Bytes of files in a part, if the source can be cut there."""
+"""Number of bytes in a part of a source, as far as files can be cut there."""
 _HUB_PREFIX = "hub:"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(/[\w.-]+)?(:[^/\\]+)?")
 
@@ -38,20 +38,20 @@ def read_documents(
 ) -> Iterator[Document]:
     """The documents of a source in a fixed order, one at a time.
 
-    Documents without any text are left out. Rows whose text is null and files of other kinds are left out with a
-    warning that counts them. A file or folder to which several links lead is read once.
+    Documents without any text are left out. Rows whose text is null and files of other kinds are left out too, and a
+    warning says how many. A file or folder to which several links lead is read once.
 
     Args:
         source: `python-docs` or `python-source`; a file, folder (read with its subfolders) or glob of .txt .md .jsonl
-            .csv .parquet, also .gz or .zst; or a hub dataset: `owner/name[:split]`, `owner/name/config[:split]`, and
-            with `hub:` in front also a name without owner or a local folder that `datasets` can load. The split is
-            `train` if none is given. Rows hold texts or conversations, see `multilin.data.chat`.
-        text_field: the field with the text, where documents are rows.
-        encoding_errors: `strict` refuses bytes that are not UTF-8, `replace` puts U+FFFD in their place.
+            .csv .parquet, also .gz or .zst; or a hub dataset: `owner/name[:split]` or `owner/name/config[:split]`.
+            After `hub:`, a name without owner or a local folder for `datasets` is possible too. The default split is
+            `train`. Rows hold texts or conversations, see `multilin.data.chat`.
+        text_field: the field with the text, if documents are rows.
+        encoding_errors: `strict` refuses bytes that are not UTF-8, `replace` replaces such bytes by U+FFFD.
 
     Raises:
-        InputError: the source does not exist, holds no text, or cannot be read as what its name says. It is raised when
-            the first document is requested.
+        InputError: the source does not exist, holds no text, or cannot be read in the format that its name says. The
+            error is raised when the first document is requested.
     """
     empty, left_out = True, Counter[str]()
     for document in of_one_kind(_all_documents(source, text_field, encoding_errors), source, left_out):
@@ -69,7 +69,7 @@ def report_left_out(source: str, left_out: Mapping[str, int]) -> None:
 
 
 def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[str]) -> Iterator[Document]:
-    """The documents that are not empty; rows whose text is null are counted in `left_out`.
+    """Yield the documents that are not empty; count rows whose text is null in `left_out`.
 
     Raises:
         InputError: there are both texts and conversations.
@@ -86,7 +86,7 @@ def of_one_kind(documents: Iterable[Document], source: str, left_out: Counter[st
 
 
 def source_fingerprint(source: str) -> str:
-    """A hash of a source's content and of the names of its documents, independent of where the source lies.
+    """A hash of a source's content and of the names of its documents, independent of the source's location.
 
     Raises:
         InputError: the source does not exist.
@@ -125,7 +125,7 @@ def _all_documents(source: str, text_field: str, encoding_errors: EncodingErrors
 def _rows(
     rows: "IterableDataset", source: str, kind: str, text_field: str, encoding_errors: EncodingErrors
 ) -> Iterator[Document]:
-    """The documents of a hub dataset's split, or of one shard; `kind` names the split or shard in messages."""
+    """The documents of a split, or of one shard, of a hub dataset; `kind` names the split or shard in messages."""
     with hub_errors(source):
         for number, row in enumerate(rows, start=1):
             yield row_document(
@@ -138,9 +138,9 @@ class Part:
     """The part of a source that one process reads at a time; a built-in corpus is one part.
 
     Attributes:
-        files: names and paths, read one after the other.
+        files: names and paths of files, which are read one after the other.
         span: for a .jsonl file, the range of bytes in which the lines of the part begin.
-        shard: for a hub dataset, number of the shard, number of shards, and commit of the repository.
+        shard: for a hub dataset, the index of the shard, the number of shards, and the commit of the repository.
     """
 
     files: tuple[tuple[str, str], ...] = ()
@@ -151,8 +151,8 @@ class Part:
 def cut_source(source: str) -> tuple[list[Part], str]:
     """The parts of a source, in the source's order, and a hash that changes with its files or its revision.
 
-    A .jsonl file is cut between any lines, small files are joined, and a hub dataset keeps its shards. Any other file
-    is not cut, since it cannot be read from its middle.
+    A .jsonl file is cut between lines, small files are joined, and a hub dataset keeps its shards. Files of other
+    formats are not cut, since they cannot be read from the middle.
 
     Raises:
         InputError: see `read_documents`.
@@ -187,7 +187,7 @@ def cut_source(source: str) -> tuple[list[Part], str]:
 def read_part(
     source: str, part: Part, text_field: str, encoding_errors: EncodingErrors, left_out: Counter[str]
 ) -> Iterator[Document]:
-    """The documents of a part of `cut_source`, checked by `of_one_kind`; other arguments as for `read_documents`."""
+    """The documents of a part, checked by `of_one_kind`; other arguments are the same as for `read_documents`."""
     if part.shard is not None:
         index, count, revision = part.shard
         rows = hub_dataset(source, revision).shard(num_shards=count, index=index)
@@ -213,7 +213,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     Other files are skipped, with a warning.
 
     Raises:
-        InputError: there are no files, or one is not a regular file or cannot be found.
+        InputError: there are no files, or a file is not a regular file or cannot be found.
     """
     path = Path(source)
     if path.is_dir():
@@ -252,7 +252,7 @@ def source_files(source: str) -> list[tuple[str, Path]]:
 
 
 def linked_folders(folder: Path) -> list[Path]:
-    """The folders that links in a folder, at any depth, lead to; their files are read with the folder."""
+    """The folders to which links in a folder lead, at any depth; files of these folders are read too."""
     return [Path(os.path.realpath(path)) for path in _matching(folder, ["**"]) if path.is_symlink()]
 
 
@@ -266,9 +266,9 @@ def _matching(root: Path, parts: Iterable[str]) -> Iterator[Path]:
 
 
 def _entries(paths: Iterable[Path], part: str) -> Iterator[Path]:
-    """The visible entries of folders that match one part of a glob; for `**`, these folders and all below them.
+    """The visible entries of folders that match one part of a glob; for `**`, the folders and all folders below.
 
-    A folder with several names is entered once, by a name that is not a link if possible, so that loops end.
+    A folder with several names is entered once, so that loops end; a name that is not a link is preferred.
     """
     waiting, entered = deque(sorted(paths, key=Path.is_symlink)), set[str]()
     while waiting:
@@ -309,11 +309,11 @@ def _hub_parts(source: str) -> tuple[str, str | None, str]:
 
 
 def hub_dataset(source: str, revision: str | None = None) -> "IterableDataset":
-    """A hub dataset as a stream of rows, at a commit of its repository or at the newest.
+    """A hub dataset as a stream of rows, at the given commit of its repository or at the newest commit.
 
     Raises:
-        InputError: a local dataset has links to folders, or there is no such dataset (which may show only when a row
-            is read).
+        InputError: a local dataset has links to folders, or there is no such dataset. Some missing datasets are noticed
+            only when a row is read.
     """
     from datasets import load_dataset
 

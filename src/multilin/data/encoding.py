@@ -1,6 +1,6 @@
-"""Encodes texts as token ids, exactly and quickly, and gives the bytes of tokens.
+"""Encodes texts as token ids, exactly and quickly, and computes the bytes of tokens.
 
-It uses the tokenizers library without transformers, so that this module is imported quickly.
+The module uses the tokenizers library without transformers, so that it is quick to import.
 """
 
 import itertools
@@ -35,7 +35,7 @@ BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for p
 def cut_at_whitespace(text: str, characters: int) -> Iterator[str]:
     """Parts of a text, each a little longer than `characters` and cut before whitespace.
 
-    A tokenizer that splits words as GPT-2's makes the same tokens from the parts as from the whole text.
+    A tokenizer that splits words as GPT-2 does makes the same tokens from the parts as from the whole text.
     """
     start = 0
     while len(text) - start > characters and (cut := _CUT.search(text, start + characters)):
@@ -51,7 +51,7 @@ class Encoder:
         self._backend = backend
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Parts of a text, of bounded size if possible; their ids, joined, are the ids of the text."""
+        """Parts of a text, of bounded size if possible; the ids of the parts, joined, are the ids of the text."""
         yield text  # it is not known where the text may be cut
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -62,7 +62,7 @@ class Encoder:
 
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast") -> Encoder:
-    """The fastest encoder with exactly the tokenizer's ids. Special tokens that a text spells are text."""
+    """The fastest encoder that gives exactly the tokenizer's ids. A special token spelled in a text is read as text."""
     backend = TextReader(plain_tokenizer(tokenizer.backend_tokenizer.to_str())).tokenizer
     return WordEncoder(backend) if _splits_at_whitespace(backend) else Encoder(backend)
 
@@ -81,7 +81,7 @@ def _splits_at_whitespace(backend: Tokenizer) -> bool:
 
 
 class WordEncoder(Encoder):
-    """Encodes every distinct word (with the whitespace before it) once and then looks it up."""
+    """Encodes every distinct word (with the whitespace before it) once and then looks the word up."""
 
     def __init__(self, backend: Tokenizer) -> None:
         super().__init__(backend)
@@ -120,11 +120,11 @@ class WordEncoder(Encoder):
 
 
 def token_bytes(name: str, text: str) -> bytes:
-    """The UTF-8 bytes of a token, which may be a part of a character.
+    """The UTF-8 bytes of a token; a token may be a part of a character.
 
     Args:
         name: the token's entry in the vocabulary.
-        text: the token alone, decoded; U+FFFD represents a part of a character.
+        text: the text of the token decoded alone, in which U+FFFD represents a part of a character.
     """
     if is_byte_name(name) and text != name:
         return bytes.fromhex(name[3:5])

@@ -44,7 +44,7 @@ class Document:
 
 
 def file_format(path: Path) -> str | None:
-    """The format by a file's name (`.jsonl` for `rows.jsonl.gz`), or None if it is not supported."""
+    """The format of a file, from its name (`.jsonl` for `rows.jsonl.gz`); None if it is not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -52,7 +52,7 @@ def file_format(path: Path) -> str | None:
 
 
 def check_file(path: Path) -> None:
-    """Raise, before opening it, if a file is not a regular file, or is a text file of too many bytes.
+    """Raise if a file is not a regular file, or is a text file of too many bytes, without opening the file.
 
     Raises:
         InputError: see `read_file`.
@@ -65,13 +65,13 @@ def check_file(path: Path) -> None:
 def _check_document(path: Path, size: int) -> None:
     if size > LARGEST_DOCUMENT:
         text = f"more than {LARGEST_DOCUMENT // MEGABYTE} MB in one document"
-        raise InputError(f"{shorten(str(path))}: {text}; split it, or make it lines of .jsonl")
+        raise InputError(f"{shorten(str(path))}: {text}; split the file, or turn it into lines of .jsonl")
 
 
 def read_file(
     path: Path, name: str, text_field: str, encoding_errors: EncodingErrors, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
-    """The documents of one supported file, read as they are asked for.
+    """Yield the documents of one supported file; each is read when it is requested.
 
     A text file is one document, held in memory as a whole; a row of the other formats is one document.
 
@@ -79,12 +79,12 @@ def read_file(
         path: path of the file.
         name: name of the file in the names of its documents.
         text_field, encoding_errors: see `read_documents`.
-        span: for .jsonl, read only the lines whose first byte is at span[0] <= byte < span[1].
+        span: for .jsonl, read only the lines that begin at a byte with span[0] <= byte < span[1].
 
     Raises:
-        InputError: bytes that are not UTF-8 or not of the format in the name, rows without the field or with a field
-            twice, a file that is not regular or cannot be read, more than 1 GB in a document or 64 MB in a line,
-            8 million characters without a space, or compressed bytes that expand more than text can.
+        InputError: the file is not regular, cannot be read, or does not have the format that its name says; bytes are
+            not UTF-8; a row lacks the field or has a field twice; there are more than 1 GB in a document, 64 MB in a
+            line, or 8 million characters without a space; or compressed bytes expand more than text can.
     """
     suffix = file_format(path)
     with _opened(path) as stream:
@@ -113,8 +113,8 @@ def row_document(
     """The text in a row's field, or the conversation in a row without this field.
 
     Raises:
-        InputError: the row has neither (the message lists its fields), or the field holds no UTF-8 text; or an error of
-            `read_messages`.
+        InputError: the row has no text and no conversation (the message lists the row's fields), or the field holds no
+            UTF-8 text; also see `read_messages`.
     """
     fields = [text_field] if text_field in row else CHAT_FIELDS
     values = {field: _decoded(row[field], encoding_errors, where, field) for field in fields if field in row}
@@ -135,7 +135,7 @@ def row_document(
 
 
 def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str, levels: int = 2) -> Any:
-    """A text or messages, with Parquet's bytes decoded, and JSON's half surrogate pairs refused or replaced."""
+    """Decode bytes from Parquet in a text or messages; refuse or replace half surrogate pairs from JSON."""
     if levels and isinstance(value, list):
         return [_decoded(part, encoding_errors, where, field, levels - 1) for part in value]
     if levels and isinstance(value, dict):
@@ -157,7 +157,7 @@ def _decoded(value: Any, encoding_errors: EncodingErrors, where: str, field: str
 
 
 def _check_words(text: str, where: str) -> None:
-    """Raise for very long words, since a tokenizer takes a hundred bytes of memory for each character of a word."""
+    """Raise for very long words, since a tokenizer needs about 100 bytes of memory per character of a word."""
     start = 0  # of a word
     while len(text) - start > LONGEST_WORD:
         piece = text[start : start + LONGEST_WORD + 1]
@@ -274,7 +274,7 @@ def _csv_rows(stream: IO[bytes], path: Path, encoding_errors: EncodingErrors) ->
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
-    """Raise if several columns or fields have the same name, since only the last would be read."""
+    """Raise if several columns or fields have the same name, since only the last of these would be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1 and name]:
         raise InputError(f"{where}: the column or field {shown(repeated[0])} occurs twice; rename one")
 
@@ -303,7 +303,7 @@ def _parquet_rows(stream: IO[bytes], path: Path, text_field: str) -> _Rows:
 
 
 def _with_bytes(kind: "DataType", where: str) -> "DataType":
-    """An Arrow type with bytes in place of texts, since a file's texts may not be UTF-8."""
+    """An Arrow type with text types replaced by bytes types, since texts in a file may not be UTF-8."""
     import pyarrow
     from pyarrow import types
 
@@ -321,7 +321,7 @@ def _with_bytes(kind: "DataType", where: str) -> "DataType":
 
 @contextmanager
 def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
-    """The stream itself, or a temporary file with its content, since Parquet files are read from the end."""
+    """The stream if it can be read from the end, as Parquet needs; otherwise a temporary file with its content."""
     if stream.seekable():
         yield stream
     else:

@@ -1,7 +1,7 @@
-"""A packed text: all tokens in one memory-mapped row, how it is written, and the fixed-size blocks that models read.
+"""A packed text: all tokens in one memory-mapped array. Writes packed texts, and cuts them into fixed-size blocks.
 
-Every document becomes its start token followed by its tokens. So the first token of a text is predicted from the start
-token, and at the end of a text the next start token is predicted.
+A document becomes the start token and then the document's tokens. So a model predicts the first token of a text from
+the start token, and after the last token of a text it predicts the next start token.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Description:
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
-    """The description of several packed texts of one tokenizer as one text."""
+    """The description of one text that joins several packed texts of the same tokenizer."""
     counts = ("num_tokens", "num_documents", "num_bytes", "counted_bytes", "num_cut")
     summary = " + ".join(one.summary for one in descriptions if one.summary)
     sums = {name: sum(getattr(one, name) for one in descriptions) for name in counts}
@@ -74,15 +74,15 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 class PackedText:
-    """A packed corpus: all tokens in a row, and where the documents are.
+    """A packed corpus: all tokens in one array, and the places of the documents in this array.
 
     Attributes:
-        folder: the folder of its files.
+        folder: the folder of the corpus's files.
         description: the content of packed.json.
-        num_tokens, num_documents: sizes; each document's start token counts as a token.
+        num_tokens, num_documents: numbers of tokens, start tokens included, and of documents.
         num_bytes: UTF-8 bytes of the exact text of all documents.
         tokens: (num_tokens,) uint16 or uint32, memory-mapped.
-        document_starts: (num_documents,) int64, the place of each document's start token, memory-mapped.
+        document_starts: (num_documents,) int64, the index of each document's start token, memory-mapped.
         document_bytes: (num_documents,) int64, UTF-8 bytes of each document's text, memory-mapped.
     """
 
@@ -102,7 +102,7 @@ class PackedText:
         """Open a folder that `pack` wrote.
 
         Raises:
-            InputError: the folder holds no packing, or a damaged one.
+            InputError: the folder holds no packed text, or the packed text is damaged.
         """
         folder = Path(folder)
         for path in (folder / name for name in (DESCRIPTION, INDEX, TOKENS, ANSWERS)):
@@ -124,9 +124,9 @@ class PackedText:
         return cls(folder, description, index)
 
     def every_other(self, first: int) -> "PackedText":
-        """Every second document, from the first (0) or the second (1) on, as a text in memory.
+        """Every second document, beginning with the first (0) or the second (1), as a text in memory.
 
-        If the text holds ends of documents, which may differ much, each end's second (0) or first (1) half is taken.
+        If the text holds ends of documents, the result is the second (0) or first (1) half of each end instead.
         """
         starts, sizes = self.document_starts, np.diff(self.document_starts, append=self.num_tokens)
         in_part = np.repeat(np.arange(self.num_documents) % 2 == first, sizes)
@@ -154,7 +154,7 @@ class PackedText:
 
     @property
     def shards(self) -> Iterator["PackedText"]:
-        """The text itself, as its only shard."""
+        """Yield this text, since a packed text is a single shard."""
         yield self
 
     def blocks(self, block_size: int) -> "Blocks":
@@ -173,7 +173,7 @@ class PackedText:
         return counts
 
     def count_cuts(self, block_size: int) -> tuple[int, int, int]:
-        """Counts of conversations: of all, of those longer than a block, and of those that lose all answers."""
+        """Counts of conversations: all, longer than a block, and without an answer after they are cut."""
         assert self.is_answer is not None
         sizes = np.diff(self.document_starts, append=self.num_tokens)
         bounds = zip(self.document_starts, self.document_starts + np.minimum(sizes, block_size), strict=True)
@@ -181,13 +181,13 @@ class PackedText:
         return len(sizes), int((sizes > block_size).sum()), num_lost
 
     def document_of(self, start: int, stop: int) -> NDArray[np.int64]:
-        """(stop - start,) for each token of tokens[start:stop], the number of its document."""
+        """(stop - start,) the index of the document of each token of tokens[start:stop]."""
         first, last = np.searchsorted(self.document_starts, [start, stop - 1], side="right") - 1
         ends = np.append(self.document_starts[first + 1 : last + 1], stop)
         return np.repeat(np.arange(first, last + 1), np.diff(ends, prepend=start))
 
     def opening(self, document: int, most: int) -> list[int]:
-        """The first tokens of a document after its start token, at most `most`."""
+        """At most `most` tokens of a document, beginning after its start token."""
         start, stop = np.append(self.document_starts, self.num_tokens)[document : document + 2]
         ids: list[int] = self.tokens[start + 1 : min(stop, start + 1 + most)].tolist()
         return ids
@@ -206,7 +206,7 @@ class PackedText:
 
 
 def _mapped(path: Path, size: int, dtype: str) -> NDArray[Any]:
-    """The numbers in a file, memory-mapped; unlike with `numpy.memmap`, the file does not stay open."""
+    """The array in a file, memory-mapped. The file does not stay open, as it would with `numpy.memmap`."""
     kind = {"dtype": getattr(torch, dtype), "device": "cpu"}
     numbers: NDArray[Any] = torch.from_file(str(path), shared=False, size=size, **kind).numpy()
     numbers.flags.writeable = False
@@ -216,18 +216,18 @@ def _mapped(path: Path, size: int, dtype: str) -> NDArray[Any]:
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Fixed-size blocks that overlap by one token.
 
-    Block i covers tokens[i * (block_size - 1) :][:block_size]. A causal language model of transformers shifts the
-    labels itself, so over all blocks every token but the very first is predicted exactly once.
+    Block i covers tokens[i * (block_size - 1) :][:block_size]. Causal language models of transformers shift labels
+    themselves, so every token of the text except the first is predicted exactly once.
 
     Conversations are never cut in two: a block holds as many whole conversations as fit and is then padded, and a
     conversation longer than a block is cut at its end. The labels of all tokens outside answers are -100.
 
-    An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids holds the number of each
-    token's document. The tokens after the last whole block are left out, unless `partial`: then the last block is
-    padded with the padding token, labels -100 and the last document's number.
+    An item is {"input_ids", "labels", "document_ids"}, each (block_size,) int64; document_ids holds the index of each
+    token's document. Tokens after the last whole block are left out. If `partial`, these tokens are a block too, padded
+    with the padding token, labels -100 and the last document's index.
 
     Raises:
-        InputError: the block size is below 2, or the text is shorter than one block (if `partial`, than two tokens).
+        InputError: the block size is below 2, or the text is too short: below one block, or two tokens if `partial`.
     """
 
     def __init__(self, packed: PackedText, block_size: int, *, partial: bool = False) -> None:
@@ -254,7 +254,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self._length
 
     def span(self, index: int) -> tuple[int, int]:
-        """The place of a block's first token, and the place after its last token."""
+        """The index of a block's first token, and the index after its last token."""
         if not 0 <= index < self._length:
             raise IndexError(f"block {index} does not exist; there are {self._length} blocks, counted from 0")
         if self._spans is not None:
@@ -276,9 +276,9 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def whole_documents(starts: NDArray[np.int64], num_tokens: int, block_size: int) -> list[tuple[int, int]]:
-    """Start and end of each block of as many whole documents as fit; a document longer than a block is cut at its end.
+    """Start and end of each block. A block holds whole documents; a document longer than a block is cut at its end.
 
-    `starts`, (documents,), are the places of the documents' first tokens.
+    `starts`, (documents,), holds the indices of the documents' first tokens.
     """
     spans: list[tuple[int, int]] = []
     for start, stop in itertools.pairwise([*starts.tolist(), num_tokens]):
@@ -318,9 +318,9 @@ def pack(
 
     Args:
         documents: read once; memory holds the index, a few megabytes of text, and one whole document.
-        tokenizer: with an end-of-text token, which starts every document.
-        folder: a folder that does not exist yet; it appears when it is complete.
-        progress: called now and then with the UTF-8 bytes packed so far.
+        tokenizer: a tokenizer with an end-of-text token, which starts every document.
+        folder: a folder that does not exist yet; the folder appears when its content is complete.
+        progress: called repeatedly with the UTF-8 bytes packed so far.
 
     Raises:
         InputError: the folder exists, or there is no document.
@@ -339,7 +339,7 @@ def pack_into(
     progress: Callable[[int], None] = lambda done: None,
     encoder: Encoder | None = None,
 ) -> None:
-    """Like `pack`, into an empty folder; an encoder of `make_encoder` may be reused, as it remembers words."""
+    """Like `pack`, but into an empty folder. An encoder of `make_encoder` can be reused, since it remembers words."""
     documents = iter(documents)
     if (first := next(documents, None)) is None:
         raise InputError("there is no document to pack")
@@ -360,7 +360,7 @@ def pack_into(
 
 
 def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
-    """Write several packed texts of one tokenizer into an empty folder, as one packed text."""
+    """Join several packed texts of one tokenizer into one packed text, and write it into an empty folder."""
     first = texts[0].description
     for name in (TOKENS, ANSWERS) if first.is_chat else (TOKENS,):
         with (folder / name).open("wb") as stream:
@@ -378,7 +378,7 @@ def concatenate(texts: Sequence[PackedText], folder: Path) -> None:
 
 
 def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[tuple[int, str]]]:
-    """Batches of pieces of documents. Each piece comes with its index in its document, from 0."""
+    """Batches of pieces of documents; each piece has its index in its document, from 0."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for document in documents:
@@ -393,7 +393,7 @@ def _batches(documents: Iterable[Document], encoder: Encoder) -> Iterator[list[t
 
 
 class _Writer:
-    """Writes rows of tokens, and counts them for the index."""
+    """Writes tokens to a file, and counts tokens and documents for the index."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stream: IO[bytes]) -> None:
         self._tokenizer, self._stream, self._start = tokenizer, stream, start_token_id(tokenizer)
@@ -404,7 +404,7 @@ class _Writer:
         self._bytes: list[int] = []
 
     def add_conversation(self, document: Document, conversations: ConversationEncoder) -> NDArray[np.bool_]:
-        """Write a conversation; the result says for each of its tokens whether it belongs to an answer."""
+        """Write a conversation; return for each of its tokens whether the token belongs to an answer."""
         assert document.messages is not None, "texts and conversations are not packed together"
         ids, is_answer = conversations.encode(document.messages, document.name)
         if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write the start token itself
@@ -416,7 +416,7 @@ class _Writer:
         return np.array(is_answer, dtype=bool)
 
     def add_texts(self, batch: list[tuple[int, str]], encoder: Encoder) -> None:
-        """Write pieces of documents. Each comes with its index in its document; index 0 begins a new document."""
+        """Write pieces of documents. Each piece has its index in its document; index 0 begins a new document."""
         ids, counts = encoder.encode([text for _, text in batch])
         places = (np.cumsum(counts) - counts)[[number == 0 for number, _ in batch]]
         sizes = [len(text.encode()) for _, text in batch]

@@ -1,4 +1,4 @@
-"""Prepares packed training and validation text from a source, once, and keeps it in a cache keyed by content."""
+"""Prepares packed training and validation text from a source, once, and keeps the result in a cache."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ _REPORT_BYTES = 2**22
 
 
 class Spool:
-    """Documents in a file of JSON lines, so that they can be read several times, and the `Census` of them."""
+    """Documents kept in a file of JSON lines, so that they can be read several times, and their `Census`."""
 
     def __init__(self, documents: Iterable[Document], path: Path, progress: Callable[[int], None]) -> None:
         self._path, self.census, reported = path, Census(), 0
@@ -53,14 +53,14 @@ class Spool:
 def prepare_text(
     data: DataRecipe, recipe: TokenizerRecipe, *, cache_folder: Path | None = None, progress: Progress = no_progress
 ) -> PreparedText:
-    """Read, split, tokenise and pack text; a text that was prepared before, here or as shards, is only opened.
+    """Read, split, tokenise and pack text. If the text was prepared before, here or as shards, only open the result.
 
     Args:
-        data: the sources, see `read_documents`. Without a second source to validate on, `validation_fraction` of the
-            first is set aside, see `multilin.data.split.Split`.
-        recipe: the tokenizer to train on the training text, or to load, see `load_tokenizer`.
+        data: the sources, see `read_documents`. Without a second source for validation, `validation_fraction` of the
+            first source is set aside, see `multilin.data.split.Split`.
+        recipe: the tokenizer to train on the training text, or to load by `load_tokenizer`.
         cache_folder: where prepared texts are kept; $XDG_CACHE_HOME/multilin or ~/.cache/multilin by default.
-        progress: called with the work under way and the bytes of text done.
+        progress: called with the name of the current work and the bytes of text done.
 
     Raises:
         InputError: a source or tokenizer cannot be used, or the cache cannot be written; no file is left behind.
@@ -81,7 +81,7 @@ def prepare_text(
 
 
 def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
-    """The prepared text, with only the requested part of its validation text."""
+    """The prepared text, with only the requested part of the validation text."""
     if data.validation_part == "all":
         return text
     if text.validation.num_documents < 2 and not text.validation.description.num_cut:
@@ -92,7 +92,7 @@ def _part(text: PreparedText, data: DataRecipe) -> PreparedText:
 
 
 def _open_shards(data: DataRecipe, recipe: TokenizerRecipe, progress: Progress) -> PreparedText:
-    """Open text that `multilin prepare` made, which comes with its tokenizer and its validation text."""
+    """Open text that `multilin prepare` made, with the tokenizer and the validation text that it contains."""
     text = open_mixture(data.mix, progress) if data.mix else open_prepared("data.source", data.source, progress)
     if data.validation is not None:
         raise InputError("data.validation: given, but prepared text has its own validation text; leave it out")

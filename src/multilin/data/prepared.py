@@ -1,6 +1,6 @@
-"""Prepared text in shards: its manifest, the shards as one text to train on, and mixtures of several such texts.
+"""Prepared text in shards: the manifest, the shards as one text to train on, and mixtures of prepared texts.
 
-    manifest.json   what there is, with checksums        train/00000-000/ ...   packed texts, see `PackedText`
+    manifest.json   lists files, with checksums          train/00000-000/ ...   packed texts, see `PackedText`
     tokenizer/      the tokenizer                        validation/            one packed text
 
 Prepared text is in a folder or at any address of fsspec; files at an address are cached here when they are first read.
@@ -43,7 +43,7 @@ _FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of prepared text, whose name is relative to the manifest."""
+    """A folder of prepared text; the folder's name is relative to the manifest."""
 
     name: Annotated[str, StringConstraints(pattern=r"^(unfinished/)?[a-z]+(/[0-9]+-[0-9]+)?$")]
     files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each
@@ -58,7 +58,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json, which is written last."""
+    """The content of manifest.json, the last file that a preparation writes."""
 
     format: Size
     settings: Section  # all that decided the content, and the source's hash
@@ -80,7 +80,7 @@ class Manifest:
         """The manifest in a file.
 
         Raises:
-            InputError: the manifest is damaged, or has another format.
+            InputError: the manifest is damaged, or has a format that this version does not know.
         """
         try:
             values = json.loads(content)
@@ -105,7 +105,7 @@ ConcatBlocks = ConcatDataset[dict[str, Tensor]]
 
 
 class ShardBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The blocks of one shard, see `Blocks`; the shard is fetched when its first block is read."""
+    """The blocks of one shard, see `Blocks`; the shard is downloaded when its first block is read."""
 
     def __init__(self, text: "ShardedText", number: int, block_size: int) -> None:
         self._text, self._number, self._block_size = text, number, block_size
@@ -130,7 +130,7 @@ class ShardedText:
 
     Attributes:
         description: the sizes of all shards together.
-        num_tokens, num_bytes: of all shards.
+        num_tokens, num_bytes: sums over all shards.
     """
 
     def __init__(self, store: Store, folders: Sequence[Folder], cache: Path) -> None:
@@ -139,7 +139,7 @@ class ShardedText:
         self.num_tokens, self.num_bytes = self.description.num_tokens, self.description.num_bytes
 
     def shard(self, number: int) -> PackedText:
-        """One of the shards, fetched if it is not on this machine."""
+        """The shard with this index, downloaded if it is not on this machine."""
         folder = self.folders[number]
         return PackedText.open(self.store.fetch(folder.name, folder.files, self.cache))
 
@@ -179,7 +179,7 @@ class MixedBlocks(ConcatDataset[dict[str, Tensor]]):
 class MixedText:
     """Several texts of one tokenizer, whose blocks a training run reads in proportion to weights.
 
-    Has the attributes of `ShardedText`.
+    A mixture has the same attributes as `ShardedText`.
     """
 
     def __init__(self, texts: Sequence[ShardedText], weights: Sequence[float]) -> None:
@@ -224,7 +224,7 @@ class PreparedText:
 
 
 def open_prepared(field: str, address: str, progress: Progress = no_progress) -> PreparedText:
-    """Open prepared text. Files on this machine that are new or changed are first compared with their checksums.
+    """Open prepared text. New or changed files on this machine are first compared with their checksums.
 
     Raises:
         InputError: there is no manifest, or a file is damaged or missing; the message begins with the setting `field`.
@@ -235,7 +235,7 @@ def open_prepared(field: str, address: str, progress: Progress = no_progress) ->
         _check_once(store.local, manifest, content, lambda: check_shards(store, manifest, progress))
     tokenizer = load_tokenizer(str(store.fetch(manifest.tokenizer.name, manifest.tokenizer.files, cache)))
     if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
-        raise InputError(f"{field}: the text in {shown(address)} was packed with another tokenizer than it holds")
+        raise InputError(f"{field}: the text in {shown(address)} was not packed with the tokenizer there")
     validation = PackedText.open(store.fetch(manifest.validation.name, manifest.validation.files, cache))
     identity = hashlib.sha256(content).hexdigest()[:32]
     return PreparedText(tokenizer, ShardedText(store, manifest.train, cache), validation, identity)
@@ -245,7 +245,7 @@ def read_manifest(store: Store) -> tuple[Manifest, bytes]:
     """The manifest of prepared text, and the content of its file.
 
     Raises:
-        InputError: there is no manifest, or it is damaged or cannot be read.
+        InputError: there is no manifest, or the manifest is damaged or cannot be read.
     """
     subject = f"{store.field}: {shown(store.address)}"
     with as_input_error(lambda reason: f"{subject} cannot be read ({reason})"):
@@ -258,7 +258,7 @@ def read_manifest(store: Store) -> tuple[Manifest, bytes]:
 
 
 def _check_once(folder: Path, manifest: Manifest, content: bytes, check: Callable[[], None]) -> None:
-    """Check a folder, unless its files have the sizes and times of an earlier check."""
+    """Check a folder, unless its files have the same sizes and times as in an earlier check."""
     parts = [manifest.tokenizer, manifest.validation, *manifest.train]
     paths = [folder.resolve() / part.name / file for part in parts for file in part.files]
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()]
@@ -273,7 +273,7 @@ def _check_once(folder: Path, manifest: Manifest, content: bytes, check: Callabl
 
 
 def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
-    """Compare all files of a folder on this machine with their checksums; files elsewhere are compared when copied.
+    """Compare all files of folders on this machine with their checksums; other files are compared when copied.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -287,11 +287,11 @@ def check_shards(store: Store, manifest: Manifest, progress: Progress) -> None:
 
 
 def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress) -> PreparedText:
-    """Open a mixture of prepared texts, with the validation texts of all. `weights` maps each address to a weight.
+    """Open a mixture of prepared texts and of their validation texts. `weights` maps each address to a weight.
 
     Raises:
-        InputError: see `open_prepared`; texts of different tokenizers, or texts and conversations; or the cache
-            cannot be written.
+        InputError: see `open_prepared`; the texts have different tokenizers; texts and conversations are mixed; or the
+            cache cannot be written.
     """
     texts = {address: open_prepared("data.mix", address, progress) for address in weights}
     (first_name, first), *others = texts.items()

@@ -4,15 +4,15 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A function that long work calls now and then."""
+    """A function that is called repeatedly during long work."""
 
     def __call__(self, stage: str, done: int, total: int | None = None) -> None:
         """Report progress.
 
         Args:
-            stage: the work under way, such as "packing the training text".
-            done: how much of `total` is done; without a total, bytes of text.
-            total: how much there is to do, if that is known.
+            stage: the current work, such as "packing the training text".
+            done: the part of `total` that is done; without a total, the number of bytes of text done.
+            total: the whole amount of work, if known.
         """
 
 

@@ -18,10 +18,10 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def library_files() -> list[Path]:
-    """The standard library's sources and texts, without tests and installed packages, in a fixed order.
+    """The files of the standard library (sources and texts, no tests, no installed packages), in a fixed order.
 
     Raises:
-        InputError: this Python came without its library's sources.
+        InputError: this installation of Python lacks the sources of the standard library.
     """
     files = [
         path
@@ -41,7 +41,7 @@ def python_source() -> Iterator[Document]:
 def python_docs() -> Iterator[Document]:
     """The documentation in the standard library, about 2.5 MB.
 
-    One document per module (its docstrings, each below the signature it documents), per topic of `help()` and per text.
+    There is one document per module (docstrings, each below its signature), per topic of `help()` and per text file.
     """
     for module in _modules():
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The sections of a recipe that say which text is read, and how it becomes tokens."""
+"""The sections of a recipe that decide which text is read, and how the text becomes tokens."""
 
 from pathlib import Path
 from typing import Final, Literal
@@ -7,7 +7,7 @@ from multilin.settings import settings
 from multilin.settings.bounds import Mixture, Part, PathText, Prose, Vocabulary
 
 BYTE_VOCAB_SIZE = 258
-"""Entries of a byte tokenizer: 256 bytes, end of text and padding."""
+"""Number of entries of a byte tokenizer: 256 bytes, end of text and padding."""
 DEFAULT_KIND: Final = "bpe"
 DEFAULT_VOCAB_SIZE = 4096
 """Default kind and vocabulary size of a trained tokenizer."""

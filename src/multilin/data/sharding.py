@@ -1,8 +1,8 @@
 """Prepares text of any size as shards of packed text, in several processes; a stopped preparation can continue.
 
-A source is cut into parts. A process reads one part at a time and writes its shards, each of them complete or absent.
-After each shard it writes a record of its progress, from which a stopped preparation continues. Which text is set aside
-for validation is decided first, see `multilin.data.split.Split`; the manifest is written last.
+First, the text for validation is chosen, see `multilin.data.split.Split`. The source is cut into parts. A process reads
+one part at a time and writes the part's shards, each complete or absent. After each shard the process writes a record
+of its progress, from which a stopped preparation continues. The manifest is written last.
 """
 
 import contextlib
@@ -50,10 +50,10 @@ from multilin.settings import load_settings
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text after which a shard ends."""
 TOKENIZER_BYTES = 10**8
-"""UTF-8 bytes of text that a tokenizer is trained on, taken from the beginnings of SAMPLED_PARTS parts."""
+"""UTF-8 bytes of text to train a tokenizer on, from the beginnings of SAMPLED_PARTS parts."""
 SAMPLED_PARTS = 100
 COUNTED_BYTES = 2**26
-"""UTF-8 bytes after which the beginning of a text may decide what to validate on."""
+"""UTF-8 bytes of a text's beginning that must be read before the beginning may decide the split."""
 UNFINISHED = "unfinished"
 """The folder of unfinished work, which is deleted at the end."""
 _SETTINGS = f"{UNFINISHED}/settings.json"
@@ -62,7 +62,7 @@ _SECONDS_BETWEEN_REPORTS = 0.5
 
 @dataclass
 class PartRecord:
-    """How far a part is prepared: the content of its file in `unfinished`."""
+    """The progress of a part, which is the content of the part's file in `unfinished`."""
 
     num_documents: int = 0
     num_null: int = 0  # rows left out
@@ -74,7 +74,7 @@ class PartRecord:
 
     @classmethod
     def read(cls, store: Store, number: int) -> "PartRecord":
-        """The record of a part; an empty record if its file is missing or incomplete."""
+        """The record of a part; an empty record if the part's file is missing or incomplete."""
         with contextlib.suppress(InputError):  # the record of another version
             return load_settings(cls, _read_json(store, f"{UNFINISHED}/{number:05}.json") or {})
         return cls()
@@ -86,13 +86,13 @@ class PartRecord:
         return [cls.read(store, number) if f"{number:05}.json" in names else cls() for number in range(count)]
 
     def write(self, store: Store, number: int) -> None:
-        """Write the record; all shards that it names must be complete."""
+        """Write the record; all shards named in the record must be complete."""
         store.write(f"{UNFINISHED}/{number:05}.json", json.dumps(asdict(self)).encode())
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every process needs to prepare any part."""
+    """The data with which a process can prepare any part."""
 
     settings: ShardSettings
     parts: list[Part]
@@ -107,15 +107,15 @@ class Job:
 
 
 def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress = no_progress) -> Manifest:
-    """Turn text into shards of tokens, in a folder or at an address of fsspec. Finished shards of an earlier call stay.
+    """Turn text into shards of tokens, in a folder or at an address of fsspec. Finished shards of earlier calls stay.
 
-    Memory holds one document per process and a few hundred bytes for each shard, however long the text. With several
-    workers, a program that calls this should do so below `if __name__ == "__main__":`.
+    Memory holds one document per process and a few hundred bytes per shard, for a text of any length. With several
+    workers, call this function below `if __name__ == "__main__":`.
 
     Args:
-        plan: the source, the output and how text becomes tokens.
-        workers: processes that pack.
-        progress: called now and then with the bytes of text done.
+        plan: the source, the output, and the settings of the tokenizer.
+        workers: number of processes that pack text.
+        progress: called repeatedly with the bytes of text done.
 
     Raises:
         InputError: the source, the tokenizer or the output cannot be used, or the output holds another text.
@@ -124,7 +124,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
     for name in ("kind", "vocab_size"):
         if plan.tokenizer is not None and (given := getattr(plan, name)) is not None:
             raise InputError(
-                f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one out"
+                f"{name}: {given} given, but the tokenizer {shown(plan.tokenizer)} decides it; leave one of the two out"
             )
     plan = replace(plan, kind=plan.kind or DEFAULT_KIND)
     parts, identity = cut_source(plan.source)
@@ -149,7 +149,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
 
 @contextlib.contextmanager
 def _clean(store: Store, num_parts: int) -> Iterator[None]:
-    """Remove unfinished files of killed processes. After bad input, also remove all files if no shard is complete."""
+    """Remove unfinished files of killed processes, and after bad input all files if no shard is complete."""
     for folder in ("", "train", UNFINISHED, f"{UNFINISHED}/validation"):
         if store.local is not None:
             remove_partials(store.local / folder)
@@ -176,7 +176,7 @@ def _finished(store: Store, deciding: dict[str, Any]) -> Manifest | None:
     deciding = json.loads(json.dumps(deciding))
     if before is not None and before != deciding:
         name = next(name for name in deciding | before if before.get(name) != deciding.get(name))
-        begun, given = f"another {name}", f"and {name} {shown(deciding.get(name))} given"
+        begun, given = f"another {name}", f"but {name} {shown(deciding.get(name))} is given now"
         if name == "content":
             begun, given = "text files of other sizes or times", "so their text may have changed"
         raise InputError(f"--output: {shown(store.address)} was begun with {begun}, {given}; name a new folder")
@@ -197,10 +197,10 @@ def _read_json(store: Store, name: str) -> Any:
 
 
 def _begin(plan: ShardSettings, parts: list[Part], progress: Progress) -> Job:
-    """Choose the text to validate on. Of a long text, only as much of the beginning is read as the choice needs.
+    """Choose the text to validate on. Only the beginning of a long text is read, as far as the choice needs it.
 
     Raises:
-        InputError: there is no text, or nothing of it can be set aside.
+        InputError: there is no text, or no part of the text can be set aside.
     """
     census, checked = Census(), COUNTED_BYTES
     read = (read_part(plan.source, part, plan.text_field, plan.encoding_errors, Counter()) for part in parts)
@@ -220,7 +220,7 @@ def _begin(plan: ShardSettings, parts: list[Part], progress: Progress) -> Job:
 def _tokenizer(
     store: Store, job: Job, deciding: dict[str, Any], loaded: PreTrainedTokenizerFast | None, progress: Progress
 ) -> Folder:
-    """The folder of the tokenizer in the output; makes the tokenizer if it is not there."""
+    """The folder of the tokenizer in the output; if there is no tokenizer, make it first."""
     if (content := _read_json(store, f"{UNFINISHED}/tokenizer.json")) is not None:
         return load_settings(Folder, content)
     tokenizer = loaded or train_tokenizer(_sample(job, progress), deciding["kind"], deciding["vocab_size"])
@@ -283,7 +283,7 @@ def _describe_folder(name: str, folder: Path) -> Folder:
 
 
 class Packer:
-    """Packs parts, one after the other, with an encoder that remembers words."""
+    """Packs parts, one after the other, and reuses one encoder, which remembers words."""
 
     def __init__(self, job: Job, report: Callable[[int], None]) -> None:
         self._job, self._report = job, report
@@ -358,7 +358,7 @@ def _pack_parts(store: Store, job: Job, workers: int, progress: Progress) -> lis
 def _in_processes(
     job: Job, numbers: list[int], workers: int, report: Callable[[int], None]
 ) -> Iterator[tuple[int, PartRecord]]:
-    """Pack parts in several processes and yield their records. The processes end with this one, however it ends."""
+    """Pack parts in several processes and yield the parts' records. The processes end when this process ends."""
     # A process forked from one with threads may hang; a new one takes seconds to import everything.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")

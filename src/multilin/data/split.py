@@ -1,7 +1,7 @@
 """Decides which part of a text is set aside for validation.
 
-Whole documents are set aside if there are enough of them, in the order of the hashes of their texts. If documents are
-few or very unequal, the end of each long document is set aside instead.
+If there are enough documents, whole documents are set aside, in the order of the hashes of their texts. If documents
+are few or very unequal in size, the end of each long document is set aside instead.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from multilin.data.packed_text import Description
 from multilin.errors import InputError, plural, shorten
 
 ENOUGH = 3
-"""Documents of average size that the validation text should hold; the average is over bytes, not over documents."""
+"""Number of average documents that the validation text should hold; large documents weigh more in the average."""
 SHORTEST_END = 64
-"""Bytes that are set aside, at least, of a document that is cut."""
+"""The smallest number of bytes that are set aside of a document that is cut."""
 LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, at most."""
+"""The largest number of bytes of a character in UTF-8."""
 TRAIN, VALIDATION = 0, 1
 
 
 def text_hash(content: bytes) -> int:
-    """A hash of a text below 2^64, which decides on which side of a split the text is."""
+    """A hash of a text, below 2^64; the hash decides on which side of a split the text is."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 @dataclass
 class Census:
-    """Hashes and sizes of documents, in their order, from which a `Split` follows."""
+    """Hashes and sizes of documents, in the order of the documents; a `Split` is computed from these."""
 
     hashes: "array[int]" = field(default_factory=lambda: array("Q"))
     sizes: "array[int]" = field(default_factory=lambda: array("q"))
@@ -57,13 +57,13 @@ class Census:
 
 @dataclass(frozen=True)
 class Split:
-    """Which side each document of a text is on; this depends on the texts of the documents, not on their order.
+    """Decides which documents to train on and which to validate on. The order of the documents does not matter.
 
     Attributes:
         fraction: share of the bytes to validate on.
-        whole: hashes of the texts set aside whole; None sets aside all texts whose hash is below fraction * 2^64.
+        whole: hashes of the texts that are set aside whole; None sets aside texts with hashes below fraction * 2^64.
         ends: hashes of the texts whose end is set aside.
-        longest: a size in bytes; the end of each longer text is set aside too.
+        longest: a size in bytes; the end of each text above this size is set aside too.
         summary: which documents are set aside, in words.
     """
 
@@ -75,13 +75,13 @@ class Split:
 
     @classmethod
     def of_all(cls, census: Census, fraction: float) -> "Split":
-        """The split of a text whose documents were all counted.
+        """The split of a text, from a census of all its documents.
 
-        First, the largest documents are removed until `fraction` of the remaining bytes has room for `ENOUGH` documents
-        of average size and for the largest remaining one. The end of each removed document is set aside, unless it is a
-        conversation or very short. Then each of the other documents, in the order of their hashes, is set aside whole
-        if it still fits into `fraction` of their bytes. If at most a tenth of this is filled, the shortest document
-        left is set aside too, unless it is long and ends are set aside. All copies of a text are on the same side.
+        First, the largest documents are removed until `fraction` of the remaining bytes has room for `ENOUGH` average
+        documents, and for the largest remaining document. Of each removed document, the end is set aside, unless the
+        document is a conversation or very short. The other documents, in the order of their hashes, are set aside whole
+        as long as they fit into `fraction` of their total bytes. If this fills at most a tenth, the shortest other
+        document is set aside too, unless it is long and ends are set aside. Copies of a text are on the same side.
 
         Raises:
             InputError: all documents are the same conversation or character.
@@ -102,10 +102,10 @@ class Split:
 
     @classmethod
     def of_beginning(cls, census: Census, fraction: float) -> "Split | None":
-        """The split of a text whose first documents were counted; None if these do not suffice.
+        """The split of a text, from a census of its first documents; None if these documents do not suffice.
 
-        They suffice if `fraction` of their bytes has room for `ENOUGH` of average size, and some are set aside. The
-        hash of a document's text then decides whether it is set aside; the end of each long document is set aside.
+        They suffice if `fraction` of their bytes has room for `ENOUGH` average documents, and some are set aside.
+        The hash of a text decides whether a document is set aside whole. The end of each long document is set aside.
         """
         hashes = np.asarray(census.hashes)
         num_whole = np.count_nonzero(hashes < fraction * 2**64)
@@ -127,13 +127,13 @@ class Split:
         return (None, document) if is_whole else (document, None)
 
     def side(self, documents: Iterable[Document], side: int) -> Iterator[Document]:
-        """The parts of documents to train on (side `TRAIN`) or to validate on (`VALIDATION`)."""
+        """Yield the parts of documents to train on (side `TRAIN`) or to validate on (side `VALIDATION`)."""
         parts = (self.parts(document)[side] for document in documents)
         return (part for part in parts if part is not None)
 
 
 def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) whether a text is among the largest, which are removed as `Split.of_all` says."""
+    """(texts,) whether a text is among the largest texts, which `Split.of_all` removes first."""
     order = np.argsort(sizes, kind="stable")  # the k-th entries below are of the k smallest texts
     total, squares = np.cumsum(sizes[order]), np.cumsum(sizes[order] ** 2)
     are_enough = (sizes[order] <= fraction * total) & (ENOUGH * squares <= fraction * total**2)
@@ -143,7 +143,7 @@ def _are_long(sizes: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
 
 
 def _chosen(sizes: NDArray[Any], is_cut: NDArray[np.bool_], fraction: float) -> NDArray[np.bool_]:
-    """(texts,) whether a text that is not cut is set aside whole; at least one text is left to train on."""
+    """(texts,) whether a text is set aside whole; texts that are cut are not, and some text is left to train on."""
     is_chosen = np.zeros(len(sizes), dtype=bool)
     wanted = room = fraction * sizes[~is_cut].sum()
     for text in np.flatnonzero(~is_cut):
@@ -181,7 +181,7 @@ def with_summary(train: Description, validation: Description, summary: str, num_
 
 
 def split_document(document: Document, fraction: float) -> tuple[Document, Document]:
-    """Cut a document in two, about where its last `fraction` begins: after a line, else after a word or a character.
+    """Cut a document in two, about where the last `fraction` begins: after a line, a word or else a character.
 
     Args:
         document: a text of at least two characters.

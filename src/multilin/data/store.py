@@ -1,4 +1,4 @@
-"""Files in a folder, or at any address that fsspec knows; files at an address are copied to this machine when read."""
+"""Files in a folder or at an address of fsspec. Files at an address are copied to this machine when they are read."""
 
 import contextlib
 import hashlib
@@ -29,10 +29,10 @@ def cache_root() -> Path:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """If a folder does not exist, make it and let `make` fill it; other processes that need the folder wait.
+    """If a folder does not exist, create it and let `make` fill it; other processes wait for the folder meanwhile.
 
     Raises:
-        InputError: the folder cannot be written, or `make` fails; the folder does not exist then.
+        InputError: the folder cannot be written, or `make` fails. In both cases the folder does not exist.
     """
     try:
         if folder.exists():
@@ -55,10 +55,10 @@ class Store:
 
     Args:
         field: the setting that gave the address; messages begin with it.
-        address: a path, or an address such as s3://bucket/folder, which needs the package that fsspec names for it.
+        address: a path, or an address such as s3://bucket/folder. fsspec needs a package for each kind of address.
 
     Raises:
-        InputError: an address that fsspec does not know, or whose package is missing.
+        InputError: fsspec does not know the kind of address, or the package for this kind is missing.
     """
 
     def __init__(self, field: str, address: str) -> None:
@@ -68,10 +68,10 @@ class Store:
         self.local = Path(self._root) if isinstance(self._files, LocalFileSystem) else None
 
     def check_writable(self) -> None:
-        """Raise, before any work, if the place cannot be written.
+        """Raise, before any work, if files cannot be written to the address.
 
         Raises:
-            InputError: it cannot be written.
+            InputError: the address cannot be written.
         """
         if self.local is not None:
             check_folder(self.field, self.local)
@@ -81,7 +81,7 @@ class Store:
                 self.remove("unfinished/probe")
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file, or None if there is none."""
+        """The content of a file, or None if there is no such file."""
         if self.local is not None and (self.local / name).exists():
             check_regular(self.local / name, self.field)
         try:
@@ -100,7 +100,7 @@ class Store:
 
     @contextlib.contextmanager
     def new_folder(self, name: str) -> Iterator[Path]:
-        """Context that yields an empty folder on this machine; at its end, the files in it are stored below `name`."""
+        """Context that yields an empty local folder. At the end, files in this folder are stored below `name`."""
         if self.local is not None:
             with atomic_folder(self.local / name) as folder:
                 yield folder
@@ -111,12 +111,12 @@ class Store:
                 insist(partial(self._files.put_file, str(file), f"{self._root}/{name}/{file.name}"))
 
     def fetch(self, name: str, sums: Mapping[str, str], cache: Path) -> Path:
-        """A folder with local copies of the files of folder `name`, which are compared with their SHA-256.
+        """A local folder with copies of the files of folder `name`; the copies are compared with their SHA-256.
 
         Copies are kept in a cache, which several processes may share.
 
         Raises:
-            InputError: a file is missing, or does not match its checksum; or the cache cannot be written.
+            InputError: a file is missing or does not match its checksum, or the cache cannot be written.
         """
         if self.local is not None:
             return self.local / name
@@ -140,7 +140,7 @@ class Store:
         return {str(entry).rpartition("/")[2] for entry in entries}
 
     def remove(self, name: str) -> None:
-        """Delete a file or folder, if there is one."""
+        """Delete a file or folder, if it exists."""
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             insist(partial(self._files.rm, f"{self._root}/{name}", recursive=True))
@@ -161,7 +161,7 @@ def check_files(field: str, folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def insist(call: Callable[[], ResultT]) -> ResultT:
-    """The result of a call over the network, which is repeated a few times if it fails."""
+    """The result of a call over the network; the call is repeated a few times if it fails."""
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()

@@ -1,8 +1,8 @@
-"""Synthetic tasks that ask a model to recall its input: sequences whose answers follow from the sequence alone.
+"""Synthetic tasks that ask a model to recall its input. Each sequence alone determines the right answers.
 
 A generator makes `count` sequences of exactly `length` tokens. Each begins with the start token, which the examples
 below leave out. Labels are the tokens of the answers, and IGNORED_LABEL elsewhere, so a causal language model is scored
-on predicting each answer from everything before it. In the examples the answers are below the sequence.
+on predicting each answer from the tokens before the answer. Examples show answers below the sequence.
 
 As training data, a task is a `TaskText`: its sequences as training blocks, and a tokenizer for them.
 """
@@ -27,7 +27,7 @@ from multilin.settings.bounds import Choices, Count
 
 TASK_PREFIX = "task:"
 NUM_SEQUENCES = 2**18
-"""Different training sequences; a run that reads more begins again."""
+"""Number of different training sequences; a run that needs more reads the same sequences again."""
 VALIDATION_SEQUENCES = 2048
 
 START, BLANK, MARK = 0, 1, 2
@@ -84,11 +84,11 @@ Generator = Callable[[np.random.Generator, int, int, Any], Sequences]
 
 @dataclass(frozen=True)
 class Task:
-    """A task by name, with its options.
+    """A task: its name, its options and its sizes.
 
-    name, options: as given to `find_task`.
+    name, options: name and options given to `find_task`.
     num_tokens: size of the vocabulary.
-    shortest: the smallest length of a sequence.
+    shortest: the smallest possible length of a sequence.
     """
 
     name: str
@@ -121,12 +121,12 @@ class Task:
 
 
 def mqar(rng: np.random.Generator, count: int, length: int, options: RecallOptions) -> Sequences:
-    """Multi-query associative recall: pairs are shown, then every key comes again in any order and place.
+    """Multi-query associative recall: pairs come first, then each key comes again, in any order and place.
 
         A 4 C 2 F 7 . . C 2 . . A 4 . . F 7 .
                           2       4       7
 
-    Keys are different; values may repeat. Source: Zoology (arXiv 2312.04927).
+    All keys differ; values may repeat. Source: Zoology (arXiv 2312.04927).
     """
     keys = FIRST_SYMBOL + _distinct(rng, count, options.num_keys, options.num_pairs)
     values = FIRST_SYMBOL + options.num_keys + rng.integers(options.num_values, size=keys.shape)
@@ -185,12 +185,12 @@ def selective_copy(rng: np.random.Generator, count: int, length: int, options: C
 
 
 def needle(rng: np.random.Generator, count: int, length: int, options: PairOptions) -> Sequences:
-    """A needle in a haystack: one marked value at any depth among random keys and values, asked for at the end.
+    """A needle in a haystack: find one marked value, at any depth, among random keys and values.
 
         B 3 A 9 * 7 C 1 F 5 *  7
                                7
 
-    Pairs of a key and a value fill the sequence. After the mark comes the value to keep.
+    Pairs of a key and a value fill the sequence. The first mark precedes the value that is the answer.
     """
     input_ids, slots = _blank(count, length), (length - 3) // 2
     keys = FIRST_SYMBOL + rng.integers(options.num_keys, size=(count, slots))
@@ -203,7 +203,7 @@ def needle(rng: np.random.Generator, count: int, length: int, options: PairOptio
 
 
 def majority(rng: np.random.Generator, count: int, length: int, options: BitOptions) -> Sequences:
-    """Bits, a mark, and the more frequent bit; an even number of bits is increased by one, so that no tie is possible.
+    """Bits, a mark, and the more frequent bit. One bit is added to an even number of bits, to prevent ties.
 
     1 0 1 1 0 * 1 .
                 1
@@ -227,7 +227,7 @@ def find_task(text: str) -> Task:
     """A task from its name and, after a question mark, its options: `mqar?num_pairs=16&num_keys=64`.
 
     Raises:
-        InputError: an unknown task or option, or a value that is not accepted.
+        InputError: the task or an option is unknown, or a value is not accepted.
     """
     name, _, query = text.partition("?")
     if name not in TASKS:
@@ -252,7 +252,7 @@ TASKS: dict[str, tuple[Generator, type]] = {
     "majority": (majority, BitOptions),
     "parity": (parity, BitOptions),
 }
-"""Every task by name: its generator and its options."""
+"""Maps the name of every task to its generator and its options."""
 
 
 def token_names(task: Task) -> list[str]:
@@ -267,7 +267,7 @@ def _blank(count: int, length: int) -> Ids:
 
 
 def _answered(input_ids: Ids, places: ArrayLike, answers: Ids) -> Sequences:
-    """The sequences with (count, number) answers; places are (count, number), or (number,) for every row."""
+    """Sequences with (count, number) answers. Places are (count, number), or (number,) if the same in every row."""
     places, labels = np.broadcast_to(places, answers.shape), np.full_like(input_ids, IGNORED_LABEL)
     for row in (input_ids, labels):
         np.put_along_axis(row, places, answers, axis=1)
@@ -275,7 +275,7 @@ def _answered(input_ids: Ids, places: ArrayLike, answers: Ids) -> Sequences:
 
 
 def _distinct(rng: np.random.Generator, count: int, among: int, number: int) -> Ids:
-    """(count, number) different numbers below `among` in each row, in any order."""
+    """(count, number) numbers below `among`, in random order; the numbers in a row are different."""
     return rng.random((count, among)).argsort(axis=1)[:, :number]
 
 
@@ -331,20 +331,20 @@ class TaskPart:
     number: int
 
     def blocks(self, block_size: int) -> TaskBlocks:
-        """The sequences at this length."""
+        """The sequences of length `block_size`."""
         return TaskBlocks(self.task, block_size, self.part, self.number)
 
     def num_scored(self, length: int, max_tokens: int | None) -> int:
-        """How many sequences of this length a validation of at most `max_tokens` tokens scores."""
+        """The number of sequences that a validation of at most `max_tokens` tokens scores."""
         return self.number if max_tokens is None else min(self.number, max(1, max_tokens // length))
 
     def num_answers(self, length: int, max_tokens: int | None) -> int:
-        """How many answer tokens the `num_scored` sequences have; each sequence of a task has the same number."""
+        """The number of answer tokens in the `num_scored` sequences; all sequences of a task have equally many."""
         labels = self.task.generate(np.random.default_rng(0), 1, length).labels
         return self.num_scored(length, max_tokens) * int((labels != IGNORED_LABEL).sum())
 
     def token_counts(self) -> NDArray[np.int64]:
-        """(num_tokens,) ones, since how often a token occurs depends on the length."""
+        """(num_tokens,) ones, since true counts would depend on the length of sequences."""
         return np.ones(self.task.num_tokens, dtype=np.int64)
 
     def describe(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class TaskPart:
 
 @dataclass(frozen=True)
 class TaskText:
-    """The tokenizer and the sequences of a task, as `PreparedText` is for a text."""
+    """The tokenizer and the sequences of a task; corresponds to `PreparedText` for a text."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TaskPart

@@ -23,8 +23,8 @@ class TokenizerInfo:
 
     special_tokens: maps each role to its token.
     tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
-    pieces: for each token its part of the given text; the parts joined are the text. A character of several tokens
-        belongs to the last of these tokens. None without a text.
+    pieces: the part of the given text for each token; the joined parts are the text. If several tokens spell a
+        character, it belongs to the last of these tokens. None without a text.
     """
 
     vocabulary: int
@@ -36,13 +36,13 @@ class TokenizerInfo:
 
 
 def train_into_folder(arguments: TokenizerTrainArguments, progress: Progress = no_progress) -> PreTrainedTokenizerFast:
-    """Train a tokenizer, see `train_tokenizer`, on the text of a source and save it to a new folder.
+    """Train a tokenizer on the text of a source by `train_tokenizer`, and save the tokenizer to a new folder.
 
     With `overwrite` the folder may hold a tokenizer, which is replaced.
 
     Raises:
         InputError: the folder is not empty or cannot be written, or the text cannot be used.
-        OSError: writing fails, because the disk is full for example.
+        OSError: writing fails, for example because the disk is full.
     """
     check_folder("OUTPUT", arguments.output)
     _check_replaceable(Path(arguments.output), arguments.overwrite)
@@ -56,7 +56,7 @@ def train_into_folder(arguments: TokenizerTrainArguments, progress: Progress = n
 
 
 def _check_replaceable(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds anything but a tokenizer that may be replaced."""
+    """Refuse a folder that is not empty, unless it holds only a tokenizer that may be replaced."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     holds_tokenizer = "tokenizer.json" in names and names <= set(TOKENIZER_FILES)
     if names and not (overwrite and holds_tokenizer):
@@ -72,7 +72,7 @@ def describe_tokenizer(arguments: TokenizerShowArguments, progress: Progress = n
     """
     for name in ("text_field", "encoding_errors"):
         if arguments.source is None and getattr(arguments, name) != getattr(TokenizerShowArguments, name):
-            raise InputError(f"--{name.replace('_', '-')}: given without --source, the text it applies to; give both")
+            raise InputError(f"--{name.replace('_', '-')}: given without --source, which names the text; give both")
     tokenizer = load_tokenizer(arguments.tokenizer)
     encoder = make_encoder(tokenizer)
     roles = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
@@ -94,7 +94,7 @@ def describe_tokenizer(arguments: TokenizerShowArguments, progress: Progress = n
 
 
 def _pieces(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
-    """The text, cut where its tokens end."""
+    """The pieces of the text, cut where tokens end."""
     backend = plain_tokenizer(tokenizer.backend_tokenizer.to_str())
     encoded = backend.encode(text, add_special_tokens=False)
     ends = list(itertools.accumulate((end for _, end in encoded.offsets), max))

@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt"),
 )
-"""Every file that transformers may write for a tokenizer."""
+"""Names of all files that transformers may write for a tokenizer."""
 
 LONGEST_TRAINED_WORD = 1000  # characters, in the text that a tokenizer is trained on
 TRAINED_BYTES = 2**22  # of different words in that text; training takes about a hundred times as much memory
@@ -51,12 +51,12 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
     Args:
         texts: the training text, read once and not kept in memory.
         kind: `byte` (ids are 2 + byte; reads no text), `bpe` (merges of frequent pairs) or `unigram` (the most likely
-            pieces under a unigram model). Tokens of the last two never cross GPT-2's word boundaries.
-        vocab_size: number of tokens, special ones included: 258 or None for `byte`, at least 259 for the others, where
-            None takes 4096, or as many as the text supports.
+            pieces under a unigram model). Tokens of `bpe` and `unigram` never cross GPT-2's word boundaries.
+        vocab_size: number of tokens, including special tokens: 258 or None for `byte`, at least 259 for other kinds,
+            for which None takes 4096, or as many as the text supports.
 
     Raises:
-        InputError: a vocabulary size that the kind cannot have or that the corpus does not support.
+        InputError: the kind cannot have this vocabulary size, or the corpus does not support it.
     """
     given = f"tokenizer.vocab_size: {vocab_size} given, but a {kind} tokenizer"
     if kind == "byte":
@@ -75,14 +75,14 @@ def train_tokenizer(texts: Iterable[str], kind: TokenizerKind, vocab_size: int |
 
 
 def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or by its name on the hub.
+    """Load a tokenizer from a folder with tokenizer.json, a run folder, a tokenizer.json, or the hub (by name).
 
-    The tokenizer has an end-of-text token, and pads with it if there is no padding token. Of several chat templates it
-    has the default one. Settings of truncation, padding and the longest text are left out, since they would cut or
-    change texts silently. No code that comes with it is run.
+    The tokenizer has an end-of-text token, and pads with this token if there is no padding token. Of several chat
+    templates, only the default is kept. Settings of truncation, padding and the longest text are left out, since they
+    would cut or change texts silently. Code that comes with a tokenizer is never run.
 
     Raises:
-        InputError: there is no tokenizer, it has no tokenizer.json or no end-of-text token, or its ids have gaps.
+        InputError: there is no tokenizer, it lacks a tokenizer.json or an end-of-text token, or its ids have gaps.
     """
     path, subject = Path(path_or_name), f"tokenizer: {shown(path_or_name)}"
     if path.is_dir():
@@ -110,7 +110,7 @@ def load_tokenizer(path_or_name: str) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
-    """Write a tokenizer to a folder as `load_tokenizer` gives it, so that no other program cuts or pads texts either.
+    """Write a tokenizer, without truncation and padding, to a folder, so that no other program cuts or pads texts.
 
     Raises:
         OSError: the folder cannot be written.
@@ -119,10 +119,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
 
 
 def start_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The token every document starts with; a prompt given to a model starts with it too.
+    """The token at the start of every document, and of every prompt that is given to a model.
 
-    It is the end-of-text token: after training on texts in a row, a model predicts this token at the end of a text. If
-    a tokenizer later got another end-of-text token, for chats, its beginning-of-text token is still the start token.
+    The end-of-text token is the start token: after training on packed texts, a model predicts it at the end of a text.
+    If a tokenizer later got another end-of-text token, for chats, its beginning-of-text token stays the start token.
     """
     start = tokenizer.bos_token_id if tokenizer.bos_token in _KNOWN_ENDS else tokenizer.eos_token_id
     assert isinstance(start, int), "multilin loads only tokenizers with an end-of-text token"
@@ -137,16 +137,16 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | None:
-    """The end-of-text token of an earlier tokenizer, to which tokens may have been added to make this one.
+    """The end-of-text token of an earlier tokenizer, from which `tokenizer` was made by adding tokens or none.
 
     Added tokens have the highest ids, so they are left out one by one until the rest has the hash.
 
     Args:
-        tokenizer: the tokenizer now.
-        trained_hash: `tokenizer_hash` of the earlier one.
+        tokenizer: the present tokenizer.
+        trained_hash: `tokenizer_hash` of the earlier tokenizer.
 
     Returns:
-        None if this is another tokenizer: it lacks some of the earlier one's tokens or has them in another order.
+        The token; None if the present tokenizer lacks some earlier tokens or has them in another order.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     added = content.pop("added_tokens")
@@ -161,9 +161,9 @@ def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | 
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Bytes of text in each token, 0 for special tokens; their sum over a text is its UTF-8 length.
+    """Number of bytes of text in each token, 0 for special tokens; the sum over a text is the text's UTF-8 length.
 
-    Exact for byte-level tokenizers, and approximate for others (SentencePiece, WordPiece), which rewrite spaces.
+    Numbers are exact for byte-level tokenizers, and approximate for SentencePiece and WordPiece, which rewrite spaces.
     """
     backend = tokenizer.backend_tokenizer
     byte_level = '"ByteLevel"' in json.dumps({k: v for k, v in json.loads(backend.to_str()).items() if k != "model"})
@@ -209,7 +209,7 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -
 
 
 class VocabularyTooLarge(InputError):
-    """The text has too few different pairs of tokens; `most` is how many entries it supports."""
+    """The text has too few different pairs of tokens; `most` is the largest vocabulary that the text supports."""
 
     # The default is for pickle, which creates an exception from its message alone and then sets its attributes.
     def __init__(self, message: str, most: int = 0) -> None:
@@ -228,7 +228,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
         for piece in pieces:
             sample.add(piece)
         warnings.warn(
-            "tokenizer: the text has too many different words for the memory, as text without spaces has, so the "
+            "tokenizer: the text has too many different words for the memory, as a text without spaces does, so the "
             f"tokenizer is trained on {sample.kept / 1e6:.1f} of {sample.seen / 1e6:.1f} MB, spread over the text",
             stacklevel=2,
         )
@@ -236,8 +236,8 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
     if (most := tokenizer.get_vocab_size()) != (vocab_size or DEFAULT_VOCAB_SIZE):
         if vocab_size is not None:
             raise VocabularyTooLarge(
-                f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most that, "
-                "or more text",
+                f"tokenizer.vocab_size: {vocab_size} given, but the corpus supports {most} tokens; give at most "
+                "this number, or more text",
                 most,
             )
         warnings.warn(
@@ -265,7 +265,7 @@ class _Sample:
     """Every n-th piece of a text, with n a power of two that rises with the length of the text.
 
     pieces: the pieces of the sample.
-    kept, seen: UTF-8 bytes of the sample and of the text.
+    kept, seen: numbers of UTF-8 bytes of the sample and of the text.
     """
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class _Sample:
         self._step = 1
 
     def add(self, piece: str) -> None:
-        """Read one piece of the text."""
+        """Count one piece of the text, and keep it if it belongs to the sample."""
         num_bytes = len(piece.encode())
         if self._count % self._step == 0:
             self.pieces.append(piece)
@@ -287,7 +287,7 @@ class _Sample:
 
 
 def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
-    """Yield the pieces and add each to the sample. Raises _TooManyWords if they hold too many different words."""
+    """Yield the pieces and add each to the sample; raise _TooManyWords if pieces hold too many different words."""
     words: set[str] = set()
     size = 0
     for piece in pieces:
@@ -301,7 +301,7 @@ def _counted(pieces: Iterable[str], sample: _Sample) -> Iterator[str]:
 
 
 def _short_words(text: str) -> Iterator[str]:
-    """The text, cut within its longest words, since finding merges takes time quadratic in a word's length."""
+    """The text, cut inside words that are too long, since finding merges takes time quadratic in a word's length."""
     start = 0
     if max(map(len, text.split()), default=0) > LONGEST_TRAINED_WORD:
         for match in re.finditer(rf"\S{{{LONGEST_TRAINED_WORD}}}(?=\S)", text):
@@ -313,8 +313,8 @@ def _short_words(text: str) -> Iterator[str]:
 def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
     """The same unigram tokenizer, without random differences between trainings.
 
-    Threads add scores up in any order, which changes the last digits, so scores are rounded. Bytes that are not likely
-    pieces get scores below all others, at most 1e-4 apart, in the random order of a hash table, so they are sorted.
+    Threads add up scores in any order, which changes the last digits, so scores are rounded. Bytes that are not likely
+    pieces get the lowest scores, at most 1e-4 apart, in the random order of a hash table, so these bytes are sorted.
     """
     content = json.loads(tokenizer.to_str())
     special = content["model"]["vocab"][: len(content["added_tokens"])]
@@ -329,7 +329,7 @@ def _reproducible(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _cleaned(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The tokenizer, changed in place: without settings that change a text, and with one chat template."""
+    """Remove, in place, settings that change texts, and all chat templates but the default; return the tokenizer."""
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     for name in _TEXT_CHANGES:
@@ -382,6 +382,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in tokenizer.json; config.json is not read, since it may name anyone's code as model."""
+    """Load the tokenizer in tokenizer.json; config.json is not read, since it may name foreign code as its model."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         return PreTrainedTokenizerFast.from_pretrained(path_or_name)

@@ -1,7 +1,7 @@
-"""Writing of files and folders: each is complete or absent, and never replaces a device, a pipe or a link.
+"""Writes files and folders. Each is complete or absent, and never replaces a device, a pipe or a link.
 
-Everything is first written to a hidden file or folder beside its target, flushed to the disk, and then renamed.
-Symbolic links are followed: the file that a link leads to is replaced.
+Data is first written to a hidden file or folder beside the target, which is flushed to the disk and then renamed to
+the target. Symbolic links are followed: the file to which a link leads is replaced.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ def check_writable(name: str, path: str | Path) -> Path:
         path: where a file will be written.
 
     Returns:
-        The path of the file itself, where `path` is a link.
+        The path of the file; if `path` is a link, the path to which the link leads.
 
     Raises:
-        InputError: the folder of the file does not exist or cannot be written; or `path` is not a regular file.
+        InputError: the folder of the file does not exist or cannot be written, or `path` is not a regular file.
     """
     with path_errors(name, path):
         target = _resolve(name, path)
@@ -60,10 +60,10 @@ def check_folder(name: str, path: str | Path, *, must_be_new: bool = False) -> P
         must_be_new: refuse a folder that is not empty.
 
     Returns:
-        The path of the folder itself, where `path` is a link.
+        The path of the folder; if `path` is a link, the path to which the link leads.
 
     Raises:
-        InputError: the path or a parent is not a folder or cannot be written, or it must be new but holds files.
+        InputError: the path or a parent is not a folder or cannot be written, or a folder that must be new holds files.
     """
     with path_errors(name, path):
         existing = target = _resolve(name, path)
@@ -95,9 +95,9 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path to write a file to: renamed to `path` when the block ends, removed if it fails.
+    """Context that yields a temporary path for a file, which is renamed to `path` at the end, or removed on failure.
 
-    The new file has the permissions of the file that it replaces, or else the default permissions.
+    The new file has the permissions of the file that it replaces, or the default permissions if it replaces none.
 
     Raises:
         InputError: see `check_writable`.
@@ -119,11 +119,11 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Path]:
-    """An empty folder to fill: renamed to `path` when the block ends, removed if it fails.
+    """Context that yields an empty folder, which is renamed to `path` at the end, or removed on failure.
 
     Args:
-        path: the place of the folder; an existing folder is replaced as a whole.
-        partial: the folder to fill, if other processes need to know its name; see `partial_path`.
+        path: the final path of the folder; an existing folder is replaced as a whole.
+        partial: path of the yielded folder, if other processes need to know the path; see `partial_path`.
 
     Raises:
         InputError: see `check_folder`.
@@ -152,7 +152,7 @@ def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Pat
 
 @contextlib.contextmanager
 def atomic_files(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill: when the block ends, its files move into `folder`, each as with `atomic_file`."""
+    """Context that yields an empty folder, whose files move into `folder` at the end, each as by `atomic_file`."""
     partial = partial_path(folder / "files")
     try:
         with _errors_about(folder, partial):
@@ -166,7 +166,7 @@ def atomic_files(folder: Path) -> Iterator[Path]:
 
 
 def beside(folder: str | Path, suffix: str) -> Path:
-    """The path of a folder with a suffix added to its name, also for a folder given as `.` or `..`."""
+    """The path of a folder with a suffix added to the folder's name, even for a folder given as `.` or `..`."""
     folder = Path(folder)
     named = folder if folder.name not in ("", "..") else folder.resolve()
     return named.parent / f"{named.name}{suffix}"
@@ -184,12 +184,12 @@ def checksum(path: Path) -> str:
 
 
 def partial_path(target: Path, token: str | None = None) -> Path:
-    """The hidden path beside a file or folder where it is first written; `token` replaces the path's random part."""
+    """The hidden path to which a file or folder is first written; `token` replaces the random part of this path."""
     return target.with_name(f".{target.name[:40]}-{token or secrets.token_hex(4)}.partial")
 
 
 def remove_partials(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes left unfinished in a folder, for one target or for all; the caller holds a lock."""
+    """Remove unfinished files of killed processes in a folder, for one target or all; the caller holds a lock."""
     for partial in folder.glob(f".{name}-*.partial"):
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
@@ -202,7 +202,7 @@ def is_path(name: str) -> bool:
 
 
 def _resolve(name: str, path: str | Path) -> Path:
-    """The path with its links followed one at a time, so that a link into /proc or /sys is refused, not resolved."""
+    """The path with links followed one at a time, so that a link into /proc or /sys is refused, not resolved."""
     if not str(path) or "\0" in str(path):
         raise InputError(f"{name}: {str(path)!r} given, but it should be the path of a file or folder")
     target = Path(path)
@@ -231,7 +231,7 @@ def _mode(path: Path) -> int | None:
 
 
 def file_kind(mode: int) -> str:
-    """The kind of a file in words, for a message; `os.stat` or `os.lstat` gives the mode."""
+    """The kind of a file in words, for a message, from the mode that `os.stat` or `os.lstat` gives."""
     kinds = {stat.S_ISREG: "a file", stat.S_ISDIR: "a folder", stat.S_ISLNK: "a link that leads nowhere",
              stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}  # fmt: skip
     return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "a device")
@@ -239,7 +239,7 @@ def file_kind(mode: int) -> str:
 
 @contextlib.contextmanager
 def path_errors(name: str, path: str | Path) -> Iterator[None]:
-    """Turn system errors about a path into a sentence that names the field."""
+    """Context that turns a system error about a path into an InputError of one sentence that names the field."""
     try:
         yield
     except OSError as error:
@@ -248,7 +248,7 @@ def path_errors(name: str, path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_about(path: str | Path, partial: Path) -> Iterator[None]:
-    """Make write errors name the file or folder that the user knows, not the hidden partial one."""
+    """Context in which write errors name the file or folder that the user knows, not the hidden temporary path."""
     try:
         yield
     except ConnectionError:

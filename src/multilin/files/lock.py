@@ -22,19 +22,19 @@ LOCK_FILE = ".multilin.lock"
 
 @contextlib.contextmanager
 def locked_folder(name: str, path: str | Path, *, waits: bool = False) -> Iterator[None]:
-    """Lock a folder against other processes; it is made if it does not exist.
+    """Lock a folder against other processes; if the folder does not exist, it is created.
 
-    The operating system holds the lock, on a hidden file, and releases it when this process ends, however it ends. A
-    folder that was made here and is empty at the end is removed.
+    The operating system holds the lock on a hidden file, and releases the lock when this process ends in any way. A
+    folder that was created here and is empty at the end is removed.
 
     Args:
         name: the flag or field that gave the path; messages begin with it.
         path: the folder.
-        waits: wait until no other process holds the lock.
+        waits: whether to wait until no other process holds the lock.
 
     Raises:
-        InputError: the folder cannot be written; or another process, which the message names, holds the lock and
-            `waits` is False.
+        InputError: the folder cannot be written; or `waits` is False, and another process holds the lock. The message
+            names this process.
     """
     folder = check_folder(name, path)
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
@@ -55,7 +55,7 @@ def locked_folder(name: str, path: str | Path, *, waits: bool = False) -> Iterat
 
 
 def _acquire(name: str, path: str | Path, lock: Path, waits: bool) -> int:
-    """The descriptor of the open lock file, which names this process from now on."""
+    """Lock and open the lock file, write the name of this process into it, and return the file descriptor."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:

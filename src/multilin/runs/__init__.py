@@ -1,1 +1,1 @@
-"""A folder of a model: what is in it, loading and saving it, its adapters, its checkpoints."""
+"""Folders of models: finding, loading and saving models, their adapters and their checkpoints."""

@@ -23,7 +23,7 @@ def import_peft() -> Any:
     """The module peft.
 
     Raises:
-        InputError: it is not installed.
+        InputError: peft is not installed.
     """
     try:
         import peft
@@ -44,11 +44,11 @@ def insert_adapters(model: PreTrainedModel, config: "LoraConfig", field: str) ->
         PEFT's tuner, which can merge the adapters.
 
     Raises:
-        InputError: the settings name a module that is missing or has no matrix, or an output tied to the embedding.
+        InputError: the settings name a missing module, a module without a matrix, or an output tied to the embedding.
     """
     if getattr(model.config, "unit_variance", False):
         raise InputError(
-            f"{field}: given for a Llama with unit_variance, but adapters do not scale their inputs as it does"
+            f"{field}: given for a Llama with unit_variance, but adapters do not scale their inputs as this model does"
         )
     peft = import_peft()
     with as_input_error(lambda reason: f"{field}: no adapters for this model ({reason})"), warnings.catch_warnings():
@@ -74,11 +74,11 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model with the adapters of a folder merged into its weights.
 
     Args:
-        model: the base model; changed in place, to weights and products in float32, as in the training of adapters.
+        model: the base model, changed in place. Weights and products become float32, as in training adapters.
         folder: the folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        InputError: damaged files, adapters of another kind than LoRA, or of another model.
+        InputError: files are damaged, or the adapters are not LoRA or belong to another model.
     """
     peft, subject = import_peft(), f"run: the adapters in {folder}"
     path = folder / ADAPTER_WEIGHTS
@@ -118,7 +118,7 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _grow_vocabulary(model: PreTrainedModel, weights: dict[str, Any]) -> None:
-    """Load embedding and output from PEFT's weights into the model; PEFT saves them if tokens were added."""
+    """Load embedding and output from PEFT's weights into the model; PEFT saves both if tokens were added."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {
         f"{name}.{part}" for name, module in model.named_modules() if module in ends for part in module.state_dict()

@@ -1,7 +1,7 @@
-"""Checkpoint folders and the files in them: safetensors and JSON, complete or absent.
+"""Checkpoint folders and their files (safetensors and JSON), each complete or absent.
 
-A checkpoint is written into a hidden folder and renamed when everything is on the disk, so a full disk, a crash or a
-SIGKILL leaves the previous checkpoint as the newest. Its checksums.json shows whether its files are undamaged.
+A checkpoint is written into a hidden folder, which is renamed when all files are on the disk. So after a full disk, a
+crash or a SIGKILL, the previous checkpoint is the newest. checksums.json shows whether files are undamaged.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ def partial_folder(folder: Path, step: int) -> Path:
 def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """Context that yields a new folder to write a checkpoint into, and publishes it unless an error occurs.
 
-    Then all but the newest `keep` checkpoints are removed. Checkpoints of later steps are removed too: they are
-    damaged, and the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
+    After publishing, all but the newest `keep` checkpoints are removed. Checkpoints of later steps are removed too:
+    they are damaged, so the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
@@ -65,7 +65,7 @@ def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that does not match its checksum, in words; None if all match."""
+    """A description of the first file of a checkpoint that does not match its checksum; None if all files match."""
     try:
         sums = json.loads((checkpoint / CHECKSUMS).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -85,7 +85,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def write_optimizer(folder: Path, state: dict[str, Any]) -> None:
-    """Write an optimizer state keyed by parameter names: its tensors and its settings.
+    """Write an optimizer state, in which names stand for parameters: the tensors and the settings.
 
     Args:
         folder: the checkpoint.
@@ -123,7 +123,7 @@ def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file of a checkpoint, on the CPU; to be called inside `loading`."""
+    """The tensors of a safetensors file of a checkpoint, on the CPU; call this inside `loading`."""
     check_regular(path, "checkpoint")
     return load_file(path)
 
@@ -134,13 +134,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The plain data in a JSON file of a checkpoint; to be called inside `loading`."""
+    """The plain data in a JSON file of a checkpoint; call this inside `loading`."""
     check_regular(path, "checkpoint")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def loading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Context for code that uses the content of this file; any error inside becomes an InputError."""
+    """Context for code that uses the content of the file at `path`; any error inside becomes an InputError."""
     return as_input_error(
         lambda reason: (
             f"checkpoint {path.parent}: {path.name} cannot be read ({reason}); delete this folder to resume "
@@ -150,7 +150,7 @@ def loading(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def read_progress(checkpoint: Path, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The content of `progress.json` of a checkpoint, which must have the names and types of `own`.
+    """The content of `progress.json` of a checkpoint; its names and types must be the same as in `own`.
 
     Raises:
         InputError: the file is damaged, or belongs to another step.
@@ -174,9 +174,9 @@ def _check_complete(values: dict[str, Any], own: dict[str, Any], section: str = 
 
 
 def check_like(value: Any, own: Any, name: str = "") -> None:
-    """Refuse plain data with other lengths or types than `own`; where `own` has an empty list, any list is accepted.
+    """Refuse plain data with other lengths or types than `own`; in place of an empty list, any list is accepted.
 
-    Names that only one side has are not checked, as other versions of PyTorch write some more or fewer.
+    Names that only the data or only `own` has are not checked, since other versions of PyTorch write other names.
 
     Raises:
         ValueError: says what differs.

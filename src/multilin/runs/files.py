@@ -1,4 +1,4 @@
-"""Finding and checking the files of a model, without PyTorch, which takes long to import."""
+"""Finds and checks the files of a model, without importing PyTorch, which would take long."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from multilin.files import checksum, is_path
 from multilin.settings.inputs import read_json, read_yaml
 
 MANIFEST = "multilin.json"
-"""Describes an exported model."""
+"""The file that describes an exported model."""
 RECIPE_FILE = "recipe.yaml"
-"""All settings of a run."""
+"""The file with all settings of a run."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The adapters of a model in another folder, as PEFT writes them."""
+"""The settings and the weights of adapters, as PEFT writes them; the base model is in another folder."""
 
 
 def is_export(folder: str | Path) -> bool:
@@ -55,10 +55,10 @@ def base_of(folder: Path) -> str:
 
 
 def below_adapters(folder: Path) -> Path:
-    """The base model of the adapters in a folder, also through other adapters; without adapters, the folder itself.
+    """The folder or name of the model below all adapters in a folder; without adapters, the folder itself.
 
     Raises:
-        InputError: see `base_of`, or adapters that name themselves as their base model.
+        InputError: see `base_of`; or adapters name themselves as their base model.
     """
     seen: set[Path] = set()
     while is_adapter(folder):
@@ -70,7 +70,7 @@ def below_adapters(folder: Path) -> Path:
 
 
 def recipe_sections(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of the recipe in a folder, as they are written there; empty without a recipe.
+    """The sections of the recipe in a folder, unchanged; empty if there is no recipe.
 
     Raises:
         InputError: the recipe is not YAML.
@@ -88,7 +88,7 @@ def find_model(name: str, field: str) -> Path:
         field: the field that gave the name; messages begin with it.
 
     Raises:
-        InputError: neither a folder with a model nor a name that the hub knows.
+        InputError: the name is neither a folder with a model nor known to the hub.
     """
     folder = Path(name)
     if not folder.exists():
@@ -101,7 +101,7 @@ def find_model(name: str, field: str) -> Path:
 
 
 def _fetch(name: str, field: str) -> Path:
-    """Download the files of a model that are read here: no code, no pickles."""
+    """Download the files of a model that multilin reads, without code and pickles."""
     import huggingface_hub
 
     from multilin.data.tokenizers import TOKENIZER_FILES
@@ -124,7 +124,7 @@ def check_run_files(folder: str | Path) -> None:
     """Refuse a folder without a model.
 
     Raises:
-        InputError: there is no folder, or it has no config or no .safetensors files.
+        InputError: there is no such folder, or the folder has no config or no .safetensors files.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -147,7 +147,7 @@ def weights_hash(folder: Path) -> str:
 
 
 def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
-    """Refuse a model whose weights changed since a run began with them.
+    """Refuse a model whose weights have changed since a run started from them.
 
     Args:
         folder: the folder of the model.
@@ -165,7 +165,7 @@ def check_weights_hash(folder: Path, expected: str | None, field: str) -> None:
 
 
 def source_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a run from which its export is made, including the files of its adapters' base model."""
+    """SHA-256 of the files from which a run is exported, including the base model's files if the run has adapters."""
     weights = sorted(path.name for path in folder.glob("*.safetensors"))
     names = ["config.json", ADAPTER_CONFIG, "tokenizer.json", *weights]
     hashes = {name: checksum(folder / name) for name in names if (folder / name).is_file()}

@@ -55,7 +55,7 @@ def load_run(path: str | Path) -> Run:
     """Load the model of a folder, onto the GPU if there is one, and its tokenizer.
 
     Raises:
-        InputError: no model there, damaged or missing weights, or a tokenizer other than the model's.
+        InputError: there is no model, weights are damaged or missing, or the tokenizer is not the model's.
     """
     folder = Path(path)
     model = load_model(folder)
@@ -67,7 +67,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     """Load the model of a folder, in evaluation mode.
 
     Raises:
-        InputError: no model there, damaged or missing weights, or a model too large for the memory.
+        InputError: there is no model, weights are damaged or missing, or the model is too large for the memory.
     """
     read_config(folder)
     _check_weights(folder)
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """The config of the model of a folder.
 
     Raises:
-        InputError: no model there, a damaged config, or a model too large for the memory.
+        InputError: there is no model, the config is damaged, or the model is too large for the memory.
     """
     check_run_files(folder)
     check_model_files(folder, "run")
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def _find_base(folder: Path) -> Path:
-    """The folder of the adapters' base model; refuses weights that changed since the adapters were trained."""
+    """The folder of the adapters' base model. Raises if its weights changed since the adapters were trained."""
     below_adapters(folder)  # refuses adapters that name themselves as their base model
     base = find_model(base_of(folder), f"run: the model of the adapters in {folder}")
     expected = recipe_sections(folder).get("model", {}).get("start_hash")
@@ -114,7 +114,7 @@ def _find_base(folder: Path) -> Path:
 
 
 def save_run(run: Run, target: Path) -> None:
-    """Write the model and the tokenizer of a run into a folder, complete or not at all, with its recipe beside them.
+    """Write the model, tokenizer and recipe of a run into a folder. The folder is complete or does not appear.
 
     Raises:
         OSError: the folder cannot be written.
@@ -161,7 +161,7 @@ def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedToke
     The config gets the hash of this tokenizer. Texts begin with the same token as in training.
 
     Raises:
-        InputError: there is no tokenizer, it is not the model's, or the model has no embeddings for added tokens.
+        InputError: there is no tokenizer, it is not the model's, or the model lacks embeddings for added tokens.
     """
     tokenizer = load_tokenizer(str(folder))
     subject, trained_hash, end = f"run: the tokenizer in {folder}", getattr(config, "tokenizer_hash", None), None
@@ -169,7 +169,7 @@ def load_own_tokenizer(folder: Path, config: PretrainedConfig) -> PreTrainedToke
         end = trained_end(tokenizer, trained_hash)
         if end is None:
             raise InputError(
-                f"{subject} is not the one its model was trained with; put the original tokenizer.json back"
+                f"{subject} is not the tokenizer that its model was trained with; put the original tokenizer.json back"
             )
     if (number := len(tokenizer)) > config.vocab_size:
         advice = f"if tokens were added, save the model again after model.resize_token_embeddings({number})"

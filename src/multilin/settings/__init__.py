@@ -1,11 +1,11 @@
-"""Settings are dataclasses: the comment of a field is its help, and plain data is checked when it is loaded.
+"""Settings are dataclasses. A field's comment is the help of the field; plain data is checked when it is loaded.
 
     @settings
     class Window:
         width: int = 4  # tokens read, the current one included
 
-`field_help(Window)` gives {"width": "tokens read, the current one included"}, `load_settings` builds and checks a
-Window from a dictionary (a YAML section, a part of config.json), `dataclasses.asdict` makes a dictionary again.
+`field_help(Window)` gives {"width": "tokens read, the current one included"}. `load_settings` builds and checks a
+Window from a dictionary (a YAML section, a part of config.json). `dataclasses.asdict` turns it into a dictionary.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SettingsT = TypeVar("SettingsT")
 def settings(cls: type[SettingsT]) -> type[SettingsT]:
     """Make a class a frozen dataclass that refuses unknown fields, values of a wrong type, and nan and infinity.
 
-    Bounds of numbers are part of a field's type, see `multilin.settings.bounds`.
+    The type of a field contains the bounds of its numbers, see `multilin.settings.bounds`.
     """
     # Not strict, so that "5e-4", as a query or a quoted text gives it, is a number; "abc" and 1.5 layers stay errors.
     cls.__pydantic_config__ = {  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
     """Build `cls` from plain data; `where` is the path of this section, for messages (`model`).
 
     Raises:
-        InputError: an unknown field (with the nearest known one), a value of a wrong type, or a missing field.
+        InputError: a field is unknown (the message names the nearest known field) or missing, or a type is wrong.
     """
     from pydantic import ValidationError  # only here, because help on the command line does not need it
 
@@ -65,9 +65,9 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
 
 
 def without_empty(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data for `cls` without sections and lists that are null, such as a YAML section of comments alone.
+    """Plain data for `cls` without sections and lists that are null. A YAML section of only comments is null.
 
-    A null stays in a field that accepts null.
+    If a field accepts null, a null value is kept.
     """
     hints = {field.name: field.type for field in dataclasses.fields(cls)}
     kept = {}
@@ -89,7 +89,7 @@ def _adapter(cls: Any) -> "TypeAdapter[Any]":
 
 
 def _sentence(cls: type, error: "ValidationError", where: str) -> str:
-    """The first mistake as one sentence. Pydantic's location also names members of unions; only fields are kept."""
+    """The first mistake as one sentence, which names only the fields of pydantic's location, not members of unions."""
     errors = error.errors(include_url=False)
     first = errors[0]
     path: list[str] = []

@@ -1,4 +1,4 @@
-"""Bounds of settings: every number has a smallest and a largest value, every text and list a largest length.
+"""Bounds of settings: smallest and largest values of numbers, and largest lengths of texts and lists.
 
 The largest values exceed any sensible use of a field, so that a mistyped value is refused in one sentence.
 `multilin.model.memory` checks whether a model within these bounds fits into the memory.
@@ -38,7 +38,7 @@ ShortLength = Annotated[int, _NUMBER, Ge(1), Le(2**12)]  # tokens of a text whos
 BlockLength = Annotated[int, _NUMBER, Ge(2), Le(2**20)]  # tokens of a text of which at least one is predicted
 Window = Annotated[int, _NUMBER, Ge(1), Le(LARGEST_WINDOW)]  # tokens read, the current one included
 LayerWindows = Annotated[tuple[Window | None, ...], MaxLen(MOST_LAYERS)]
-"""The window of each layer; None reads the whole past."""
+"""The window of each layer; a layer with the window None reads the whole past."""
 PastWindow = Annotated[int, _NUMBER, Ge(0), Le(LARGEST_WINDOW)]  # tokens read before the current one
 Vocabulary = Annotated[int, _NUMBER, Ge(1), Le(2**20)]  # number of tokens
 TokenId = Annotated[int, _NUMBER, Ge(0), Lt(2**20)]  # one token
@@ -83,7 +83,7 @@ def _check_path(value: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""Path of a file or folder, or the name of something that is looked up."""
+"""Path of a file or folder, or a name that is looked up, such as a name on the hub."""
 Names = Annotated[list[PathText], MaxLen(100)]  # several paths or names
 Mixture = Annotated[dict[PathText, Positive], MinLen(1), MaxLen(100)]  # several paths or names, each with a weight
 Name = Annotated[str, MaxLen(100)]  # name of a field, a row or a task
@@ -91,7 +91,7 @@ Prose = Annotated[str, MaxLen(2**20)]  # text for a model to read, as a command 
 
 
 def _check_plain(section: Mapping[str, Any]) -> Any:
-    """Refuse values that are not plain data, or too many values; without recursion, which could itself run too deep."""
+    """Refuse values that are not plain data, and too many values. No recursion is used, since it could be too deep."""
     rest: list[tuple[Any, int]] = [(section, 1)]
     for _ in range(_MOST_VALUES):
         if not rest:
@@ -115,6 +115,6 @@ def _check_plain(section: Mapping[str, Any]) -> Any:
 
 
 Section = Annotated[dict[str, Any], MaxLen(1000), AfterValidator(_check_plain)]
-"""Fields that another class of settings checks."""
+"""A section whose fields are checked by another class of settings."""
 LayerList = Annotated[list[Section], MaxLen(MOST_LAYERS)]  # a section for each layer
 Tried = Annotated[list[Any], MinLen(1), MaxLen(100)]  # values of one field to try

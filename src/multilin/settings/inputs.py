@@ -1,7 +1,7 @@
-"""Reading of files, YAML and JSON from users, with limits that no sensible input reaches.
+"""Reads files, YAML and JSON from users, with limits that no sensible input reaches.
 
-Only plain YAML is read: texts, numbers, true, false, null, lists and sections with names. Aliases, tags of other kinds,
-repeated names and several documents in a file are refused. 1e-3 is a number; 12:30 is a text.
+Only plain YAML is read: texts, numbers, true, false, null, lists and sections with names. Aliases, other tags, repeated
+names and several documents in a file are refused. 1e-3 is a number; 12:30 is a text.
 `to_yaml` writes text that `parse_yaml` reads back.
 """
 
@@ -35,11 +35,11 @@ _MOST_EVENTS, _DEEPEST, _MOST_DIGITS = 100_000, 50, 100
 
 
 def check_regular(path: str | Path, name: str) -> None:
-    """Refuse a path that is not a regular file, without opening it: opening a pipe without a writer would never return.
+    """Refuse a path that is not a regular file. The path is not opened, since opening a pipe could never return.
 
     Args:
         path: path of the file.
-        name: the setting or flag that gave the path, with which the message begins; empty if the caller adds it.
+        name: the setting or flag that gave the path; messages begin with it. Empty if the caller adds the name.
 
     Raises:
         InputError: there is no such file, or it is a folder, a device or a pipe.
@@ -61,7 +61,7 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        InputError: as `check_regular`; or the file cannot be read, or is larger.
+        InputError: see `check_regular`; or the file cannot be read, or is larger than `limit`.
     """
     check_regular(path, name)
     try:
@@ -77,10 +77,10 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
 
 
 def check_encoding(beginning: bytes, where: str) -> None:
-    """Refuse a text that begins like UTF-16 or UTF-32, with a byte order mark or with zero bytes.
+    """Refuse a text that begins with a byte order mark or with zero bytes, as UTF-16 and UTF-32 do.
 
     Raises:
-        InputError: the text begins so; the message begins with `where`.
+        InputError: the text has such a beginning. The message begins with `where`.
     """
     if b"\0" in beginning or beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         is_wide = b"\0\0\0" in beginning or beginning.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE))
@@ -88,12 +88,12 @@ def check_encoding(beginning: bytes, where: str) -> None:
 
 
 def read_yaml(path: str | Path, name: str) -> Any:
-    """The plain data in a YAML file; arguments and errors as for `read_bytes` and `parse_yaml`."""
+    """The plain data in a YAML file. For arguments and errors, see `read_bytes` and `parse_yaml`."""
     return parse_yaml(_read_text(path, name, LARGEST_YAML), _subject(path, name))
 
 
 def read_json(path: str | Path, name: str, limit: int = MEGABYTE) -> Any:
-    """The plain data in a JSON file; arguments and errors as for `read_bytes` and `parse_json`."""
+    """The plain data in a JSON file. For arguments and errors, see `read_bytes` and `parse_json`."""
     return parse_json(_read_text(path, name, limit), _subject(path, name))
 
 
@@ -122,11 +122,11 @@ def _read_text(path: str | Path, name: str, limit: int) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The plain data of a JSON text, whose size the caller has checked.
+    """The plain data of a JSON text. The caller must have checked the size of the text.
 
     Raises:
-        InputError: not JSON, lists and objects in more than 50 levels, a name that occurs twice, nan or infinity, or an
-            integer of more than 100 digits; the message begins with `where`.
+        InputError: the text is not JSON, has lists and objects in more than 50 levels, a name twice, nan, infinity, or
+            an integer of more than 100 digits. The message begins with `where`.
     """
     try:
         value = json.loads(
@@ -141,7 +141,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its names and values; ValueError for a name that occurs twice."""
+    """A JSON object from names and values; raises ValueError if a name occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -173,7 +173,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """The plain data of a YAML text of at most LARGEST_YAML characters.
 
     Raises:
-        InputError: not YAML, or YAML that this module does not accept; the message begins with `where`.
+        InputError: the text is not YAML, or is YAML that this module refuses. The message begins with `where`.
     """
     if len(text) > LARGEST_YAML:
         raise InputError(f"{where}: {len(text)} characters given, but YAML of at most {LARGEST_YAML} is read")
@@ -185,7 +185,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def to_json(value: Any, **style: Any) -> str:
-    """Plain data as JSON; nan and infinity, which JSON lacks, become null; `style` as for `json.dumps`."""
+    """Plain data as JSON; nan and infinity, which JSON lacks, become null. `style` is passed to `json.dumps`."""
     try:
         return json.dumps(value, allow_nan=False, **style)
     except ValueError:
@@ -194,7 +194,7 @@ def to_json(value: Any, **style: Any) -> str:
 
 
 def to_yaml(value: Any) -> str:
-    """Plain data as YAML, in its own order."""
+    """Plain data as YAML; the order of names is kept."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -203,7 +203,7 @@ class _Refused(ValueError):
 
 
 def _build(text: str) -> Any:
-    """The value that the parser's events describe; nothing is built before its event is checked."""
+    """The value that the parser's events describe; each event is checked before a value is built from it."""
     events = zip(itertools.count(), yaml.parse(text, Loader=_PARSER))
     values = [_value(count, event, events, 1) for count, event in events if isinstance(event, yaml.NodeEvent)]
     if len(values) > 1:
@@ -212,7 +212,7 @@ def _build(text: str) -> Any:
 
 
 def _value(count: int, event: Any, events: Iterator[tuple[int, Any]], level: int) -> Any:
-    """The number, text, list or section that begins with an event, in this level of lists and sections."""
+    """The number, text, list or section that begins with `event`, at the given depth of lists and sections."""
     place = f"line {event.start_mark.line + 1}"
     if count > _MOST_EVENTS or level > _DEEPEST:
         raise _Refused(f"{place} is beyond the limit of {_DEEPEST} levels and {_MOST_EVENTS:,} values")

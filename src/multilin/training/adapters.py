@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): training changes small updates of matrices instead of the model's weights."""
+"""Low-rank adapters (LoRA): small trained matrices are added to the model's weights, which stay fixed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from multilin.training.recipe import Recipe
 def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
     """Insert the adapters that a recipe asks for into a model; training then changes only the adapters.
 
-    The matrices B start at zero, so the updates are zero too. The matrices A are drawn from torch's global generator.
+    The matrices B start at zero, so adapters change nothing at first. Torch's global generator draws the matrices A.
 
     Raises:
         InputError: PEFT is missing, no module matches the targets, or adapters cannot be merged with rounded weights.
@@ -41,7 +41,7 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
 def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
     """Write a model's adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-    `weights` are the model's weights, gathered from all devices; None takes the weights of this process.
+    `weights` are the model's weights, gathered from all devices; None writes the weights in this process.
 
     Raises:
         OSError: the folder cannot be written.
@@ -53,6 +53,6 @@ def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, An
 
 
 def in_model(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of an adapter file, under the names that they have in the model."""
+    """The weights in an adapter file, by their names in the model."""
     own = {file_name(name): name for name in model.state_dict() if is_adapter_weight(name)}
     return {own.get(name, name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}

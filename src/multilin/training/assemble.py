@@ -37,8 +37,8 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
 
     Args:
         recipe: the recipe, with the sources and the tokenizer.
-        progress: called now and then.
-        run: folder of a run of the recipe, or of a checkpoint; its tokenizer replaces the tokenizer of `model.start`.
+        progress: called repeatedly while the text is read.
+        run: folder of a run of the recipe, or of a checkpoint; the tokenizer there replaces that of `model.start`.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
@@ -68,8 +68,8 @@ def report_validation(recipe: Recipe, text: PreparedText, progress: TrainingProg
     if is_much_unlike(ratio := unlikeness(text)):
         warnings.warn(
             f"{'data.validation' if recipe.data.validation else 'data.source'}: the validation text is unlike the "
-            f"training text (a counting model needs {ratio:.1f} times as many bits per byte for it), so validation "
-            "bits per byte say little about text like the training text; give a validation text that is more like it "
+            f"training text (an n-gram model needs {ratio:.1f} times as many bits per byte), so validation bits per "
+            "byte say little about text like the training text; give a validation text more like the training text "
             "(data.validation)",
             stacklevel=2,
         )
@@ -79,7 +79,7 @@ def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     """Read the training data of a recipe: a text, or the sequences of a task; arguments as for `read_text`.
 
     Raises:
-        InputError: see `read_text`; an unknown task, or blocks too short for it.
+        InputError: see `read_text`; or the task is unknown, or the blocks are too short for the task.
     """
     if not is_task(recipe.data.name):
         return read_text(recipe, progress, run)
@@ -89,15 +89,15 @@ def read_data(recipe: Recipe, progress: Progress = no_progress, run: Path | None
 
 
 def check_model(recipe: Recipe, vocab_size: int | None = None, checkpoint: Path | None = None) -> None:
-    """Raise, before any other work, if a model cannot be built or does not fit this machine; allocates no weights.
+    """Raise if a model cannot be built or does not fit into the memory; this check allocates no weights.
 
     Args:
         recipe: the recipe, with every default filled in.
         vocab_size: size of the text's tokenizer; None takes the size in the recipe.
-        checkpoint: where a resumed run continues from; a resumed run reads `model.start` only if it trains adapters.
+        checkpoint: checkpoint of a resumed run, which reads `model.start` only if it trains adapters; else None.
 
     Raises:
-        InputError: sizes or options that do not fit, or a model whose training needs more memory than is left.
+        InputError: sizes or options contradict each other, or training needs more memory than is free.
     """
     with torch.device("meta"):
         network = create_network(recipe, vocab_size or recipe.tokenizer.vocab_size or 1, checkpoint)
@@ -143,7 +143,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
     Args:
         recipe: the recipe, with every default filled in.
         text: the text to train on.
-        checkpoint: where a resumed run continues from; the weights in the checkpoint are loaded later.
+        checkpoint: checkpoint of a resumed run, else None; the weights in the checkpoint are loaded later.
 
     Raises:
         InputError: the model to start from was trained with another tokenizer.
@@ -180,7 +180,7 @@ def build_model(recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path 
 
 
 def create_network(recipe: Recipe, vocab_size: int, checkpoint: Path | None) -> PreTrainedModel:
-    """A model with random weights. Its sizes are given by the recipe, or by the model that the run starts from."""
+    """A model with random weights; the recipe, or the model that the run starts from, gives the sizes."""
     model = recipe.model
     if model.start is not None:
         is_whole = checkpoint is not None and recipe.training.lora is None

@@ -1,4 +1,4 @@
-"""Averages gradients over devices in int8: blocks of 128 numbers with one scale each."""
+"""Averages gradients over devices in int8; each block of 128 numbers has one scale."""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,11 @@ from multilin.ops.int8 import BLOCK, Rounded, dequantize_blocks, quantize_blocks
 
 
 def mean_in_int8(gradient: Tensor) -> Tensor:
-    """The mean of a flat gradient over all devices; all devices end with the same bits.
+    """The mean of a flat gradient over all devices; the result is the same, bit for bit, on all devices.
 
-    Each device averages one share of the gradient: it receives this share from all devices as int8, averages in
-    float32, and sends the rounded mean to all. Each number is sent and received twice, as in a ring all-reduce, but
-    takes 1.03 bytes instead of 4, whatever the number of devices.
+    Each device averages one share of the gradient. It receives this share from all devices as int8, averages in
+    float32, and sends the mean, rounded to int8, to all. As in a ring all-reduce, each number is sent and received
+    twice, but a number takes 1.03 bytes instead of 4. This holds for any number of devices.
     """
     world = dist.get_world_size()
     share = -(-gradient.numel() // (world * BLOCK)) * BLOCK

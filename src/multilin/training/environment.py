@@ -1,4 +1,4 @@
-"""Reads launchers' variables: the rank of this process and the number of processes. Imports quickly."""
+"""Reads the rank of this process and the number of processes from launchers' variables. Quick to import."""
 
 import os
 
@@ -15,7 +15,7 @@ def num_processes() -> int:
     """Number of processes that train together, started by torchrun, `accelerate launch` or Ray; else 1.
 
     Raises:
-        InputError: only some of a launcher's variables are set, or they have values that no launcher sets.
+        InputError: only some of a launcher's variables are set, or a variable has a value that no launcher sets.
     """
     numbers = {name: _number(name) for name in _NUMBERS}
     if is_launched():
@@ -49,7 +49,7 @@ def left_over() -> list[str]:
 
 
 def drop_empty() -> None:
-    """Remove launchers' empty variables from the environment, since transformers reads each as a number.
+    """Remove empty launchers' variables from the environment, since transformers would fail to read them as numbers.
 
     Raises:
         InputError: a launcher's variable is neither empty nor a whole number.

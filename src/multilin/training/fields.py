@@ -1,4 +1,4 @@
-"""Merges fields of recipes, as nested dictionaries (in files) or dictionaries of dotted names (as flags)."""
+"""Merges fields of recipes. The fields are nested dictionaries (in files) or have dotted names (as flags)."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -67,11 +67,11 @@ def merge(values: Values, other: Mapping[str, Any]) -> Values:
 
 
 def without_replaced(values: Values, other: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Values:
-    """A copy of nested values without the fields that depend on a choice which `other` changes.
+    """A copy of nested values; if `other` changes a choice, the fields that depend on this choice are left out.
 
     Args:
-        values: nested values. If they or `defaults` name an architecture, they count as a complete recipe, in which
-            a missing choice is None.
+        values: nested values. If `values` or `defaults` names an architecture, `values` counts as a complete recipe,
+            in which a missing choice is None.
         other: nested values that will override them.
         defaults: nested values of choices that `values` leaves out.
     """

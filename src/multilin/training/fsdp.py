@@ -1,6 +1,6 @@
 """Divides a model's weights, gradients and optimizer among devices (FSDP2), and writes its checkpoints (DCP).
 
-Each layer is gathered before it computes, so its operators see whole tensors, and divided again afterwards. Tensors are
+A layer's weights are gathered while the layer computes, so that its operators see whole tensors. Tensors are
 divided by rows (dimension 0). A checkpoint has one safetensors file per process; any number of processes can read it.
 """
 
@@ -57,7 +57,7 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
     Args:
         model: the whole model, with the same weights in every process.
         device: to compute on.
-        methods: functions that take the model. They become its methods and gather its weights, as forward does.
+        methods: functions that take the model. Each becomes a method of the model that gathers weights as forward does.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in layers_of(model):
@@ -71,7 +71,7 @@ def shard(model: PreTrainedModel, device: torch.device, **methods: Callable[...,
 
 
 class ShardWriter:
-    """Writes this process's parts of the model and of the optimizer in the background; every process has one.
+    """Writes this process's parts of the model and the optimizer in the background; every process has a writer.
 
     Each copy reuses the host memory of the previous copy, since allocating memory takes longer than copying.
     """
@@ -81,10 +81,10 @@ class ShardWriter:
         self._copies: dict[str, torch.Tensor] = {}
 
     def copy(self, folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Copy all that a checkpoint will hold; model and optimizer may change as soon as this returns.
+        """Copy the content of a checkpoint; the model and the optimizer may change as soon as this method returns.
 
         Returns:
-            A function that writes the copy, in any thread. Every process calls it; it returns when all are done.
+            A function that writes the copy, in any thread, and returns when every process has called it and written.
         """
         tensors, groups = _parts(model, optimizer)
         if dist.get_rank() == 0:
@@ -112,7 +112,7 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the model and the optimizer, sharded or not, from a checkpoint of any number of processes.
+    """Load the model and the optimizer, sharded or not, from a checkpoint that any number of processes wrote.
 
     Raises:
         InputError: the checkpoint is damaged, or belongs to another model or optimizer.
@@ -137,7 +137,7 @@ def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """All tensors of model and optimizer, named "slot/parameter", and the parameter groups, which list names."""
+    """All tensors of model and optimizer, named "slot/parameter", and the parameter groups with parameters' names."""
     # The call leaves out non-persistent buffers, and reshards parameters that validation left gathered.
     kept = model.state_dict().keys()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -151,5 +151,5 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once; a state dict has tied parameters twice."""
+    """Parameters and buffers by name. Tied parameters occur once, unlike in a state dict."""
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))

@@ -19,16 +19,16 @@ class HostMaster:
     """A model in host memory, which an optimizer changes, and its copy on a device, which computes gradients.
 
     For every matrix of the layers the device holds int8 values and one scale. All other parameters (embedding, output,
-    norms, biases) are floats on both sides. A gradient is sent to the host as soon as it is complete, in int8 blocks of
-    128 with one scale each (vectors as floats), and the host sums it up. So the device holds one gradient at a time.
+    norms, biases) are floats on host and device. Each complete gradient is sent to the host, which adds up gradients:
+    matrices in int8 blocks of 128 with one scale each, vectors as floats. So the device holds one gradient at a time.
 
     Attributes:
         model: the float model in host memory.
-        copy: the model on the device, with the same parameter names; matrix parameters have a shape but no numbers.
+        copy: the model on the device, with the same parameter names; its matrix parameters have a shape but no data.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
-        """Create the copy on the device; the model computes int8 products."""
+        """Create the copy on the device; `model` must compute int8 products."""
         self.model, self.device = model, torch.device(device)
         in_int8 = {id(module.weight) for module in matrix_modules(model)}
         self.copy = self._copy_without(in_int8)
@@ -50,7 +50,7 @@ class HostMaster:
         return tensor.cpu()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """After each step of an optimizer of `model`, clear the gradients and update the copy."""
+        """Clear the gradients and update the copy, after each step of an optimizer of `model`."""
 
         def renew(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -96,7 +96,7 @@ class HostMaster:
 
 
 def check_host_master(plan: TrainingRecipe, device: torch.device) -> None:
-    """Raise for settings and machines with which the float weights cannot stay in host memory.
+    """Raise if these settings, or this machine, do not allow float weights to stay in host memory.
 
     Raises:
         InputError: the layers' matrices are not int8, or there is more than one device.
@@ -107,10 +107,10 @@ def check_host_master(plan: TrainingRecipe, device: torch.device) -> None:
             "precision int8"
         )
     if (count := max(world_size(), torch.accelerator.device_count())) > 1:
-        raise InputError(f"training.master: 'host' given on {count} devices, but it takes one process with one device")
+        raise InputError(f"training.master: 'host' given on {count} devices, but it needs one process with one device")
     if device.type == "cpu":
         warnings.warn(
-            "training.master: 'host' saves memory of a GPU, but this machine has no GPU: it only costs time and "
+            "training.master: 'host' saves memory of a GPU, but this machine has no GPU: 'host' only costs time and "
             "rounds the gradients",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
 """The training loop: a recipe goes in, a run folder comes out.
 
-`train` reads top to bottom: open the folder, read the text, build the model and the optimizer, load a checkpoint, take
-the steps, write the model. The details are in other modules: the work within a step in `step.py`, checkpoints in
-`saving.py`, the division of a model among devices in `fsdp.py`.
+`train` opens the folder, reads the text, builds the model and the optimizer, loads a checkpoint, takes the steps, and
+writes the model. Other modules have the details: `step.py` computes a step, `saving.py` writes and reads checkpoints,
+and `fsdp.py` divides a model among devices.
 """
 
 import contextlib
@@ -78,9 +78,9 @@ def train(
 ) -> RunResult:
     """Train the model that a recipe describes, and write the run to its output folder.
 
-    Under torchrun or `accelerate launch` every process calls this and they train together. The text and the random
-    numbers of a step do not depend on the number of processes, so a run may continue with more or fewer. When torchrun
-    restarts all processes because one has died, they continue from the last checkpoint.
+    Under torchrun or `accelerate launch`, every process calls this function, and the processes train together. The text
+    and random numbers of a step do not depend on the number of processes, so a run may resume with another number. When
+    torchrun restarts all processes because one has died, they continue from the last checkpoint.
 
     Args:
         recipe: what to train, on what, how, and where to.
@@ -88,12 +88,12 @@ def train(
         overwrite: replace the run in the output folder.
         progress: receives the progress of the run, in the main process; None shows nothing.
         before_step: called with the number of each step, from 1, and the model, in every process.
-        began: the `time.monotonic()` from which the time limit `training.minutes` counts; now by default.
+        began: start of the time limit `training.minutes`, as a value of `time.monotonic()`; now by default.
 
     Raises:
         InputError: the recipe, the text or the output folder cannot be used; nothing was written.
-        TrainingFailed: a loss that is not finite, or a full disk; the last checkpoint is kept.
-        TrainingInterrupted: SIGINT or SIGTERM, after a checkpoint.
+        TrainingFailed: the loss is not finite, or the disk is full; the last checkpoint is kept.
+        TrainingInterrupted: SIGINT or SIGTERM stopped the run after a checkpoint.
     """
     began = time.monotonic() if began is None else began
     folder, given = RunFolder(recipe.output), recipe
@@ -148,8 +148,8 @@ class _Run:
 
     model: computes the gradients. master: the module that the optimizer changes; with `master: host` it is not `model`.
     loss: the loss of the model, compiled and distributed among processes.
-    step: number of the last step that was made.
-    is_finished: whether this step was the last step of the run.
+    step: number of the last completed step.
+    is_finished: whether the run has completed all its steps.
     """
 
     recipe: Recipe
@@ -174,7 +174,7 @@ class _Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides weights and optimizer, as plain data; every process calls this."""
+        """The plain data that a checkpoint keeps besides weights and optimizer; every process calls this method."""
         clock = {} if self.limit is None else {"clock": self.limit.state_dict()}
         return {"step": self.step, "meter": self.meter.state_dict(), **clock}
 
@@ -192,7 +192,7 @@ class _Run:
 
     @contextlib.contextmanager
     def paused(self, name: str) -> Iterator[None]:
-        """Context for a validation or a save: its time counts for the run, not for training."""
+        """Context for a validation or a save, whose time counts for the run but not for training."""
         with self.meter.paused(), contextlib.nullcontext() if self.limit is None else self.limit.pause(name):
             yield
 
@@ -294,7 +294,7 @@ def _set_rates(run: _Run) -> float:
 
 
 def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
-    """Loss and gradient norm, and whether to apply the step: a step that is not finite would spoil the weights.
+    """Loss and gradient norm, and whether to apply the step, which would spoil the weights if not finite.
 
     Raises:
         TrainingFailed: the loss or the gradient is not finite, and the recipe does not skip such steps.
@@ -319,7 +319,7 @@ def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm
 
 
 def _follow_step(run: _Run, stop: StopRequest, figures: dict[str, float]) -> bool:
-    """After a step, log, validate and save if due; returns whether a signal asks for a stop."""
+    """After a step, log, validate and save if it is time to; return whether a signal asks for a stop."""
     step, plan, limit = run.step, run.recipe.training, run.limit
     if limit is not None:
         limit.advance(step)
@@ -356,7 +356,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _validate(run: _Run) -> dict[str, float]:
-    """The figures of a validation, as metrics.jsonl names them; random numbers of training are not touched."""
+    """The results of a validation, by their names in metrics.jsonl; the random state of training is kept."""
     plan, length, text = run.recipe.training, run.recipe.model.n_positions, run.text
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     dtype = autocast_dtype(plan.precision)
@@ -404,17 +404,17 @@ def _warn_of_few_steps(recipe: Recipe, steps: int) -> None:
     minutes, warmup_steps = recipe.training.minutes, recipe.schedule.warmup_steps or 0
     if minutes is not None and steps <= warmup_steps and steps < recipe.training.num_steps:
         warnings.warn(
-            f"training.minutes: {minutes:g} given, enough for only {plural(steps, 'step')}, but the learning "
-            f"rate rises for {warmup_steps} (schedule.warmup_steps); give more minutes, or a smaller model or batch",
+            f"training.minutes: {minutes:g} given, enough for only {plural(steps, 'step')}, but the learning rate "
+            f"rises for {warmup_steps} steps (schedule.warmup_steps); give more minutes, or a smaller model or batch",
             stacklevel=4,
         )
 
 
 def _interrupted(run: _Run, stop: StopRequest) -> TrainingInterrupted:
     again = f"`{shlex.join(['multilin', 'train', str(run.folder.path), '--resume'])}`"
-    advice = f"its checkpoint is saved, and {again} continues the run"
+    advice = f"the checkpoint is saved, and {again} continues the run"
     if run.folder.last_checkpoint() is None:
-        advice = f"no checkpoint was saved, as every step was skipped; {again} starts again"
+        advice = f"no checkpoint was saved, as every step was skipped; {again} starts the run again"
     # The signal may have reached another process only.
     return TrainingInterrupted(f"stopped after {run.place}; {advice}", stop.signal_number or signal.SIGTERM)
 
@@ -435,7 +435,7 @@ def _opened(folder: RunFolder, recipe: Recipe, *, resume: bool, overwrite: bool)
 
 @contextlib.contextmanager
 def _main_process_first() -> Iterator[None]:
-    """Context that the main process enters first; the other processes enter it after the main process has left it."""
+    """Context that the other processes enter only after the main process has entered and left it."""
     if rank() != 0:
         wait_for_all()
     yield
@@ -445,7 +445,7 @@ def _main_process_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
-    """Turn each failure of a run into an error of one sentence, which also names the last checkpoint."""
+    """Context that turns a failure of a run into an error of one sentence, which also names the last checkpoint."""
 
     def where() -> str:
         last = folder.last_checkpoint()
@@ -463,6 +463,6 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
         if not (isinstance(error, DistError) or "gloo" in str(error)):
             raise
         raise TrainingFailed(
-            f"the run in {folder.path} stopped, as another of its processes has ended; {where()}, and --resume "
+            f"the run in {folder.path} stopped because another process of it has ended; {where()}, and --resume "
             "continues the run"
         ) from error

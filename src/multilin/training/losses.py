@@ -1,4 +1,4 @@
-"""Scores causal language models: loss and bits per byte on a text, accuracy on the answers of a task."""
+"""Scores causal language models: by loss and bits per byte on a text, and by accuracy on the answers of a task."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,10 +31,10 @@ class Evaluation:
 
 
 class Scored(NamedTuple):
-    """Losses of N tokens.
+    """The losses of N tokens.
 
-    places: (N,) place of each token in the packed text.
-    contexts: (N,) for each token, how many earlier tokens of its document were read, with the start token.
+    places: (N,) index of each token in the packed text.
+    contexts: (N,) number of earlier tokens that the model read for each token, start token included; see `read_blocks`.
     losses: (N,) -ln p, float64.
     """
 
@@ -46,8 +46,8 @@ class Scored(NamedTuple):
 def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor) -> Tensor:
     """The loss -ln p of every token but the first, given the tokens before it in its row: (B, T - 1) float32.
 
-    A model with a method `token_losses` computes them itself: it can keep packed documents apart and needs no memory
-    for all logits. For any other model the logits are turned into losses row by row.
+    A method `token_losses` of the model, if there is one, computes the losses: it can keep packed documents apart and
+    needs no memory for all logits. For any other model, this function turns logits into losses row by row.
 
     Args:
         model: a causal language model.
@@ -66,10 +66,10 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor, document_ids: Tensor
 
 
 def evaluate(model: PreTrainedModel, packed: PackedText, **options: Any) -> Evaluation:
-    """The score of a model on a packed text; same arguments and errors as `read_blocks`.
+    """The score of a model on a packed text; arguments and errors are the same as for `read_blocks`.
 
     Raises:
-        InputError: also if there is no token to score.
+        InputError: see `read_blocks`; or there is no token to score.
     """
     nats, tokens, counted = 0.0, 0, 0
     for part in read_blocks(model, packed, **options):
@@ -96,13 +96,13 @@ def read_blocks(
     Args:
         model: a causal language model of transformers, on any device; its training mode is left as it was.
         packed: the text, packed with the model's tokenizer.
-        block_size: tokens a model reads at once. A block's first token is scored as the last of the previous block.
+        block_size: tokens in a block. A block's first token is scored as the last token of the previous block.
         batch_size: blocks per call.
-        max_tokens: score only evenly spaced blocks with at least this many tokens; None scores all blocks.
-        progress: called after each batch with the number of blocks done.
+        max_tokens: score only evenly spaced blocks, with at least this many tokens in total; None scores all blocks.
+        progress: called after each batch with the number of blocks read so far.
 
     Raises:
-        InputError: the model's vocabulary or longest text is too small.
+        InputError: the text's vocabulary is larger than the model's, or the block is too long for the model.
     """
     _check(model, packed, block_size)
     blocks = Blocks(packed, block_size, partial=True)
@@ -138,7 +138,7 @@ def _check(model: PreTrainedModel, packed: PackedText, block_size: int) -> None:
 
 
 def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[int]:
-    """Evenly spaced block numbers below `count`, enough for `max_tokens` scored tokens; all numbers for None."""
+    """Evenly spaced indices of blocks, enough for `max_tokens` scored tokens; None takes all `count` blocks."""
     wanted = count if max_tokens is None else max(1, math.ceil(max_tokens / (block_size - 1)))
     if wanted >= count:
         return list(range(count))

@@ -1,4 +1,4 @@
-"""The measurements of a training run: the running sums behind each line of metrics.jsonl."""
+"""Measures a training run: keeps the running sums from which each line of metrics.jsonl is computed."""
 
 import contextlib
 import time
@@ -13,8 +13,8 @@ _SUMS = ("tokens", "skipped_steps", "last_loss", "loss_sum", "loss_steps")
 class Meter:
     """Sums losses, tokens and time between two lines of metrics.jsonl, and over the whole run.
 
-    Time spent validating and saving counts for the `seconds` of the run but not for `tokens_per_second`. A run that is
-    resumed with `state_dict()` writes the same lines as an uninterrupted run.
+    Time spent validating and saving is part of `seconds`, but `tokens_per_second` leaves it out. A run that is resumed
+    with `state_dict()` writes the same lines as an uninterrupted run.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -35,7 +35,7 @@ class Meter:
         self._started = self._window_started = time.perf_counter()
 
     def end_step(self, loss: float | None) -> None:
-        """Count a step and its loss; a loss of None means that the step was read but not applied."""
+        """Count a step and its loss; a loss of None means that the step was skipped after its tokens were read."""
         if loss is None:
             self.skipped_steps += 1
         else:
@@ -46,15 +46,15 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of this block out of the tokens per second."""
+        """Context whose time is left out of the tokens per second."""
         before = time.perf_counter()
         yield
         self._window_started += time.perf_counter() - before
 
     def line(self, step: int, *, learning_rate: float, grad_norm: float) -> dict[str, Any]:
-        """The line for this step; resets the sums.
+        """Return the line of metrics.jsonl for this step, and reset the sums.
 
-        The loss is the mean over steps and devices. If all steps were skipped, it is the previous line's loss or None.
+        The loss is the mean over steps and devices; if all steps were skipped, it is the previous line's loss or None.
         """
         if self.loss_steps:
             self.last_loss = mean_over_processes(self.loss_sum / self.loss_steps)

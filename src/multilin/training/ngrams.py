@@ -17,8 +17,8 @@ MUCH_UNLIKE = 1.4  # measured `unlikeness`: 0.9 to 1.25 for texts of one kind, 1
 class NgramModel:
     """An n-gram model with Witten-Bell interpolation.
 
-    With c(h, w) the number of times token w follows the context h in the training text, N(h) = sum_w c(h, w), and T(h)
-    the number of distinct tokens that follow h,
+    c(h, w) is the number of times token w follows the context h in the training text, N(h) = sum_w c(h, w), and T(h) is
+    the number of distinct tokens that follow h. The probability of w after h is
 
         p(w | h) = (c(h, w) + T(h) p(w | h')) / (N(h) + T(h)),
 
@@ -29,27 +29,27 @@ class NgramModel:
     """
 
     def __init__(self, train: TrainText, order: int, most: int | None = None) -> None:
-        """Count the n-grams of `train` up to `order`, 1 to 5; this takes about 40 bytes of memory per n-gram and order.
+        """Count the n-grams of `train` up to `order`; this takes about 40 bytes of memory per n-gram and order.
 
         Args:
-            train: the text to count in.
-            order: 1 to 5.
-            most: n-grams to count, evenly spaced in the text; None counts all.
+            train: the text in which n-grams are counted.
+            order: the largest number of tokens in an n-gram, 1 to 5.
+            most: the number of n-grams to count, evenly spaced in the text; None counts all.
 
         Raises:
-            InputError: the order is not 1 to 5, or the vocabulary is too large for it.
+            InputError: the order is not 1 to 5, or the vocabulary is too large for this order.
         """
         self.order = order
         self.vocab_size, self.tokenizer_hash = train.description.vocab_size, train.description.tokenizer_hash
         if not 1 <= order <= MAX_ORDER:
             raise InputError(f"order: {order} given, but it should be 1 to {MAX_ORDER}")
         if self.vocab_size**order > 2**63:
-            raise InputError(f"order: {order} given, but it is too high for a vocabulary of {self.vocab_size}")
+            raise InputError(f"order: {order} given, but this order is too high for a vocabulary of {self.vocab_size}")
         self._count(train_ngrams(train, order, most))
 
     @classmethod
     def of(cls, ngrams: NDArray[np.int64], description: Description) -> "NgramModel":
-        """A model that counts these n-grams, (N, order), of a text with this description."""
+        """A model of these n-grams, (N, order), of a text with this description."""
         model = cls.__new__(cls)
         model.order = ngrams.shape[1]
         model.vocab_size, model.tokenizer_hash = description.vocab_size, description.tokenizer_hash
@@ -77,8 +77,8 @@ class NgramModel:
     def bits_per_byte(self, validation: PackedText, most: int | None = None) -> float:
         """Bits per byte of the exact validation text under this model.
 
-        As in `evaluate`: the sum of -log2 p over all tokens but the start tokens, divided by the text's UTF-8 bytes.
-        With `most`, at most this many tokens, evenly spaced, are predicted.
+        As in `evaluate`, this is the sum of -log2 p over all tokens but the start tokens, divided by the text's UTF-8
+        bytes. If `most` is given, only `most` evenly spaced tokens are predicted.
 
         Raises:
             InputError: the validation text was packed with another tokenizer.
@@ -103,7 +103,7 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
     """(N, order) the n-grams that end in a text token, oldest token first.
 
     The start token is repeated before the start of a document, so that no context reaches into another document.
-    With `most`, at most this many n-grams, evenly spaced.
+    If `most` is given, the result has at most `most` n-grams, evenly spaced.
     """
     ends, first = _positions(packed, most)
     columns = [packed.tokens[np.maximum(ends - back, first)] for back in range(order - 1, -1, -1)]
@@ -113,8 +113,8 @@ def text_ngrams(packed: PackedText, order: int, most: int | None = None) -> NDAr
 def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArray[np.int64]:
     """(N, order) the n-grams of a training text, as `text_ngrams` gives them.
 
-    With `most`, about this many n-grams, evenly spaced in at most `MOST_SHARDS` shards, or in the first shard only if
-    the text is not on this machine. A mixture is counted in proportion to its weights.
+    If `most` is given, the result has about `most` n-grams, evenly spaced in at most `MOST_SHARDS` shards; if the text
+    is not on this machine, all are from the first shard. Texts of a mixture are counted in proportion to their weights.
     """
     if most is None:
         return np.concatenate([text_ngrams(shard, order) for shard in train.shards])
@@ -135,7 +135,7 @@ def unlikeness(text: PreparedText) -> float | None:
 
     The held-out text is every tenth piece of the training text. A bigram model of the rest (trigram for a small
     vocabulary) predicts both texts. The result is the ratio of bits per byte, about 1 for a validation text that is
-    like the training text. None if a text is too short to tell, or not on this machine.
+    like the training text. The result is None if a text is too short to tell, or is not on this machine.
     """
     texts = text.train.texts if isinstance(text.train, MixedText) else [text.train]
     if any(isinstance(one, ShardedText) and one.store.local is None for one in texts):

@@ -1,4 +1,4 @@
-"""Finds where a loss or a gradient first stops being finite, by repeating a pass and watching every module."""
+"""Finds the module that first computes a number that is not finite, by repeating a pass and watching modules."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def find_nonfinite(model: nn.Module, loss_of: Callable[[], Tensor]) -> str | None:
     """Describe the first place in a forward and backward pass where a number is not finite.
 
-    The model's gradients are left as they are. The result is None if all numbers are finite, or if the pass fails:
-    watching takes more memory than training.
+    The model's gradients are left as they are. The result is None if all numbers are finite, or if the pass fails, as
+    may happen because watching takes more memory than training.
 
     Args:
         model: computes the loss; not compiled, and not divided among devices.
@@ -44,8 +44,8 @@ _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict  # 
 class _Watch:
     """Records the first module that computes a number that is not finite, in the forward or the backward pass.
 
-    Computations between two modules count as their parent's. A module computes the gradients of its inputs and of its
-    parameters; its parent computes the gradient of its output.
+    A computation between two modules is attributed to the module that contains both. The gradients of a module's inputs
+    and parameters are attributed to this module, and the gradient of its output to the module that contains it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class _Watch:
             handle.remove()
 
     def note(self, name: str, direction: str) -> None:
-        """Record that the module of this name computes numbers that are not finite, unless another was first."""
+        """Record that the named module computes numbers that are not finite, unless a module is recorded already."""
         if self.found is None:
             self.found = f"first in the {direction} pass of {name or 'the loss'}"
 
@@ -77,7 +77,7 @@ class _Watch:
         return tuple(map(self._own, [name] * len(args), args)), {k: self._own(name, v) for k, v in kwargs.items()}
 
     def _own(self, name: str, value: Any) -> Any:
-        """The value; for an input with a gradient, a watched copy, whose gradient comes from this module alone."""
+        """The value; if it has a gradient, a watched copy, whose gradient comes from the named module alone."""
         if not (isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()):
             return value
         copied = value.clone()
@@ -92,19 +92,19 @@ class _Watch:
                 self._follow(tensor, self._parent(name))
 
     def _parent(self, name: str) -> str:
-        """The name of the module that contains, and calls, the module or parameter of this name."""
+        """The name of the module that contains, and calls, the module or parameter `name`."""
         parent = name.rpartition(".")[0]
         return self._parent(parent) if parent in self._lists else parent
 
     def _follow(self, tensor: Tensor, name: str) -> None:
-        """Watch the gradient of a tensor; the module of this name, the last to receive the tensor, computes it."""
+        """Watch the gradient of a tensor; the module `name`, the last to receive the tensor, computes the gradient."""
         if not hasattr(tensor, _RECEIVERS):
             setattr(tensor, _RECEIVERS, receivers := list[str]())
             self._look_at_gradient(tensor, receivers)
         getattr(tensor, _RECEIVERS).append(name)
 
     def _look_at_gradient(self, tensor: Tensor, names: list[str]) -> Any:
-        """If the tensor's gradient is not finite, record the last of these modules, which computes the gradient."""
+        """If the tensor's gradient is not finite, record the module that computed it: the last of `names`."""
 
         def look(gradient: Tensor) -> None:
             if not _is_finite(gradient):

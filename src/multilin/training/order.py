@@ -1,4 +1,4 @@
-"""The order in which training reads its blocks; it follows from the seed, so a resumed run continues exactly."""
+"""The order in which training reads blocks. The seed decides the order, so a resumed run continues exactly."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from multilin.data.prepared import ConcatBlocks, MixedBlocks
 from multilin.data.tasks import TaskBlocks
 
 WINDOW = 1000
-"""Number of consecutive blocks in which every text of a mixture has its share."""
+"""Number of consecutive blocks in which each text of a mixture has a share of the blocks that fits its weight."""
 
 
 class BlockOrder(Dataset[dict[str, torch.Tensor]]):
-    """All blocks a run reads, from the first to the last: one freshly shuffled pass over the text after another.
+    """All blocks that a run reads, in order: passes over the text, each shuffled anew.
 
-    Position p holds the same block whatever was read before, on any number of devices, so that a run resumes at the
-    exact batch by skipping positions. A batch may reach into the next pass; no batch is ever short.
+    The block at a position does not depend on the blocks read before, nor on the number of devices. So a resumed run
+    finds its next batch by skipping positions. A batch may reach into the next pass, so every batch is full.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class BlockOrder(Dataset[dict[str, torch.Tensor]]):
 class MixedOrder(BlockOrder):
     """A BlockOrder of a mixture of texts, in proportion to their weights.
 
-    Every `WINDOW` positions hold blocks of each text in proportion to its weight (rounded, at least one), in an order
-    that follows from the seed. Each text has its own BlockOrder, so a text with few blocks for its weight begins again
-    before another text has ended.
+    Every `WINDOW` positions hold blocks of each text in proportion to its weight (rounded, at least one block). The
+    seed decides the order of these blocks. Each text has its own BlockOrder, so a text with few blocks for its weight
+    begins again before another text has ended.
     """
 
     def __init__(self, blocks: MixedBlocks, *, seed: int, length: int, fields: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class MixedOrder(BlockOrder):
         self._window: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def block_index(self, position: int) -> int:
-        """The index of the block at a position, counted through all texts."""
+        """The index of the block at a position; indices count the blocks of all texts."""
         window, offset = divmod(position, int(self._counts.sum()))
         texts, ranks = self._of_window(window)
         text = int(texts[offset])
@@ -74,7 +74,7 @@ class MixedOrder(BlockOrder):
         return int(self._offsets[text]) + self._orders[text].block_index(rank)
 
     def _of_window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """The text at each position of a window, and the number of earlier positions of the window with this text."""
+        """For each position of a window: its text, and how many earlier positions of the window have the same text."""
         if self._window is None or self._window[0] != window:
             texts = np.repeat(np.arange(len(self._counts)), self._counts)
             texts = np.random.default_rng([self.seed, window]).permutation(texts)

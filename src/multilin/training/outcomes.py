@@ -1,4 +1,4 @@
-"""How a run ends: with a result, by a signal, or with a failure that one sentence explains."""
+"""The ways in which a run ends: with a result, by a signal, or with a failure that one sentence explains."""
 
 import dataclasses
 import signal
@@ -15,12 +15,12 @@ class RunResult:
     Attributes:
         output: the run folder; `AutoModelForCausalLM.from_pretrained(output)` loads the model.
         steps, tokens: optimizer steps taken and training tokens read, over the whole run.
-        seconds: time spent, over the whole run.
+        seconds: time that the whole run took.
         loss: mean training loss over the steps of the last line of metrics.jsonl, in nats per token
             (with label smoothing, if any).
-        validation_loss, validation_bits_per_byte: after the last step, in nats per token and bits per byte of text
-            (NaN for a task).
-        validation_accuracy: of a task, the share of right answers; None for a text.
+        validation_loss, validation_bits_per_byte: scores after the last step, in nats per token and bits per byte of
+            text (NaN for a task).
+        validation_accuracy: the share of right answers for a task; None for a text.
         model, tokenizer: the trained model, in evaluation mode, and its tokenizer.
     """
 
@@ -37,11 +37,11 @@ class RunResult:
 
 
 class TrainingFailed(RuntimeError):
-    """The error for a run that cannot continue; its last complete checkpoint is kept."""
+    """The error for a run that cannot continue. The last complete checkpoint of the run is kept."""
 
 
 class TrainingInterrupted(Exception):
-    """The error for a run that a signal ended after a checkpoint; its message says how to resume.
+    """The error for a run that a signal ended after a checkpoint; the message says how to resume the run.
 
     Attributes:
         exit_code: the exit status that shells expect after this signal: 130 for SIGINT, 143 for SIGTERM.
@@ -54,10 +54,10 @@ class TrainingInterrupted(Exception):
 
 
 class StopRequest:
-    """Context in which SIGINT and SIGTERM do not end the program, but are recorded in `signal_number` to end the run.
+    """Context in which SIGINT and SIGTERM do not end the program but are recorded in `signal_number`.
 
-    A second signal acts as usual, for users who cannot wait for the step and its checkpoint. Python delivers signals
-    to the main thread only; in other threads the context does nothing.
+    A second signal acts as usual, for users who cannot wait for the run's last step and checkpoint. Python delivers
+    signals to the main thread only; in other threads the context does nothing.
     """
 
     def __init__(self) -> None:

@@ -13,14 +13,14 @@ from multilin.training.settings import TrainingRecipe
 
 
 def resolve_precision(precision: str) -> str:
-    """`auto` becomes "bf16" where the hardware multiplies bfloat16 matrices, "float32" elsewhere."""
+    """`auto` becomes "bf16" if the hardware multiplies bfloat16 matrices, and "float32" if not."""
     return precision if precision != "auto" else ("bf16" if has_bf16() else "float32")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """The dtype of autocast for a resolved precision; None computes in float32 throughout.
 
-    With int8 products, all other operations use bf16 where the hardware multiplies bfloat16.
+    With precision int8, operations other than int8 products use bf16 if the hardware multiplies bfloat16.
     """
     return torch.bfloat16 if precision == "bf16" or (precision == "int8" and has_bf16()) else None
 
@@ -29,8 +29,8 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 def tf32_beside_bf16(precision: str) -> Iterator[None]:
     """While autocast uses bf16, let a GPU multiply the remaining float32 matrices in tf32, which has more digits.
 
-    Training in float32 keeps PyTorch's setting. A value set by PyTorch's newer `fp32_precision` is kept too, since the
-    function used here could not restore it.
+    Training in float32 keeps PyTorch's setting. A value set by PyTorch's newer `fp32_precision` is kept too, since
+    PyTorch's older function, which is used here, could not restore this value.
     """
     mkldnn: Any = torch.backends.mkldnn
     settings: list[Any] = [torch.backends, torch.backends.cuda.matmul, mkldnn.matmul]
@@ -53,7 +53,7 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
     """Set the arithmetic of the model's matrix products as the recipe says.
 
     Raises:
-        InputError: the recipe asks for int8 or simulated rounding, and the model does not offer it.
+        InputError: the recipe asks for int8 or simulated rounding, but the model does not support this.
     """
     uses_int8 = plan.precision == "int8"
     if not uses_int8 and plan.quantization == "none" and not getattr(model.config, "arithmetic", None):
@@ -74,7 +74,7 @@ def set_arithmetic(model: PreTrainedModel, plan: TrainingRecipe) -> None:
 
 
 def has_bf16(device: str | None = None) -> bool:
-    """Whether a kind of device ("cuda" or "cpu"; None: the one that trains here) multiplies bfloat16 natively."""
+    """Whether a kind of device ("cuda" or "cpu"; None for the device that trains) multiplies bfloat16 natively."""
     if (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()

@@ -24,17 +24,17 @@ _DEVICE = "ACCELERATE_TORCH_DEVICE"
 def accelerator_or_cpu() -> torch.device:
     """The accelerator that this machine has, or the CPU.
 
-    Without `check_available`, PyTorch names the accelerator it was built for: CUDA in pip's builds for Linux.
+    `check_available` is needed, since PyTorch otherwise names the accelerator it was built for, even if it is absent.
     """
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def join_processes() -> torch.device:
-    """Connect to the other processes of the run, if there are any; the result is the device of this process.
+    """Connect to the other processes of the run, if there are any, and return the device of this process.
 
-    The store in which the processes of a node find each other outlives them, so processes that torchrun restarts use
-    new names in it: https://github.com/pytorch/pytorch/issues/135712. On several nodes the counts of restarts may
-    differ; torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there, which makes a new store.
+    Processes of a node find each other in a store that outlives them, so processes that torchrun restarts use new names
+    in the store: https://github.com/pytorch/pytorch/issues/135712. On several nodes the counts of restarts may differ,
+    so set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun there, which makes a new store.
 
     Raises:
         InputError: the other processes cannot be reached.
@@ -55,7 +55,7 @@ def join_processes() -> torch.device:
 
 
 def world_size() -> int:
-    """The number of processes that have joined."""
+    """The number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -71,7 +71,7 @@ def wait_for_all() -> None:
 
 
 def sum_over_processes(value: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor that each process has, on the device on which processes exchange tensors."""
+    """The sum of a tensor over all processes, on the device on which processes exchange tensors."""
     if world_size() == 1:
         return value
     on_gpu = dist.get_backend() == "nccl"
@@ -81,19 +81,19 @@ def sum_over_processes(value: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_processes(value: float) -> float:
-    """The mean of a number that each process has."""
+    """The mean of a number over all processes."""
     if world_size() == 1:
         return value
     return float(sum_over_processes(torch.tensor(value, dtype=torch.float64)) / world_size())
 
 
 def in_any_process(flag: bool) -> bool:
-    """Whether the flag is true in any process; every process calls this."""
+    """Whether the flag is true in any process; every process calls this function."""
     return mean_over_processes(float(flag)) > 0
 
 
 def were_restarted() -> bool:
-    """True in every process if torchrun has restarted the processes of any node after one had died."""
+    """True, in every process, if torchrun restarted the processes of any node because a process had died."""
     return in_any_process(_restarts() > 0)
 
 

@@ -11,22 +11,22 @@ class TrainingProgress:
     """
 
     def prepare(self, stage: str, done: int, total: int | None = None) -> None:
-        """The text is being prepared; arguments as for `multilin.data.progress.Progress`."""
+        """The text is being prepared; the arguments are those of `multilin.data.progress.Progress`."""
 
     def message(self, text: str) -> None:
-        """Something a user should know, in one line."""
+        """Receive a message for the user, of one line."""
 
     def ahead(self, seconds: Callable[[float], float]) -> None:
-        """More runs follow the next run: `seconds(s)` is the time of all runs if the next takes s seconds."""
+        """Several runs follow: all of them take `seconds(s)` seconds if the next run takes s seconds."""
 
     def validation(self, summary: str) -> None:
-        """A description of the validation text."""
+        """Receive a description of the validation text."""
 
     def start(self, step: int, max_steps: int | None) -> None:
         """Training begins, after `step` of `max_steps` steps; `max_steps` is None for a run with a time limit."""
 
     def step(self, step: int, share: float) -> None:
-        """A step is done; `share`, from 0 to 1, is the part of the run that is over."""
+        """A step is done; `share`, from 0 to 1, is the part of the run that is done."""
 
     def line(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl is complete."""

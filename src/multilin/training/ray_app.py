@@ -3,8 +3,8 @@
     from multilin.training.ray_app import train_on_ray
     train_on_ray("recipe.yaml", {"output": "/shared/runs/books"}, workers=16, use_gpu=True)
 
-Ray Train starts the workers, connects them, and restarts them when one dies; the run then continues from its last
-checkpoint. All machines must reach the output folder.
+Ray Train starts the workers and connects them. If a worker dies, Ray Train restarts all workers, and the run continues
+from its last checkpoint. All machines must reach the output folder.
 """
 
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ def train_on_ray(
     resume: bool = False,
     max_failures: int = 3,
 ) -> "Result":
-    """Train a recipe on Ray workers, which compute the same as the processes of torchrun.
+    """Train a recipe on Ray workers; the result is the same as with torchrun and equally many processes.
 
     Args:
-        recipe, changes: see `load_recipe`; paths should be absolute, and all machines must reach them.
-        workers: processes that train together.
+        recipe, changes: the arguments of `load_recipe`. Paths should be absolute; all machines must reach these paths.
+        workers: number of processes that train together.
         use_gpu: give each worker a GPU.
         resume: continue the run in the output folder.
-        max_failures: how often workers are restarted, at most.
+        max_failures: the largest number of restarts.
 
     Raises:
         InputError: the recipe cannot be used.
-        ray.train.base_trainer.TrainingFailedError: a worker failed, and again after every restart.
+        ray.train.base_trainer.TrainingFailedError: a worker failed, and no restart is left.
     """
     load_recipe(recipe, changes)
     from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -1,8 +1,8 @@
-"""A recipe is everything that decides a training run, as plain data: dataclasses of settings, YAML in files.
+"""A recipe is the plain data that decides a training run: dataclasses of settings, and YAML in files.
 
 `load_recipe("demo", {"training.max_steps": 50})` starts from a built-in recipe, a YAML file, or the folder of an
-earlier run, and changes single values. None stands for the default of the architecture or of the machine;
-`multilin.training.resolve` fills these in, and the run saves the filled-in recipe.
+earlier run, and changes single values. The value None means the default of the architecture or of the machine.
+`multilin.training.resolve` fills in these defaults, and the run saves the filled-in recipe.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def builtin_recipes() -> dict[str, Path]:
 
 
 Changes = Annotated[dict[str, Any], Recipe]
-"""Dotted fields of a recipe to their new values, as the command line takes them."""
+"""A dictionary of dotted fields of a recipe and their new values, as the command line takes it."""
 
 
 def load_recipe(
@@ -71,14 +71,14 @@ def load_recipe(
     """Read a recipe and replace single values.
 
     Args:
-        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. A Path
-            never names a built-in recipe.
-        overrides: dotted field ("training.max_steps", "model.options.window") to its new value.
-        defaults: dotted fields to values that replace the defaults, if neither the recipe nor `overrides` gives them.
+        name_or_path: a built-in recipe, a YAML file, or the folder of a run; None starts from the defaults. If given
+            as a Path, this is never a built-in recipe.
+        overrides: maps dotted fields ("training.max_steps", "model.options.window") to their new values.
+        defaults: maps dotted fields to values, which apply if neither the recipe nor `overrides` gives the field.
 
     Raises:
-        InputError: there is no such recipe, it is not YAML, a field is unknown or has a value of a wrong type; the
-            model to start from does not exist, or a field contradicts it.
+        InputError: there is no such recipe, or it is not YAML; a field is unknown or has a value of a wrong type; the
+            model to start from does not exist, or a field contradicts this model.
     """
     overrides = overrides or {}
     path = None if name_or_path is None else _find(name_or_path)
@@ -86,7 +86,7 @@ def load_recipe(
     is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
     if path is not None and is_run:
         if "output" not in values:
-            raise InputError(f"recipe: {path} is cut short: it has no output, which a run writes last")
+            raise InputError(f"recipe: {path} is incomplete: it lacks the field output, which a run writes last")
         values["output"] = str(name_or_path)  # the folder may have been moved since then
         _open_layers(values.get("model"), path.parent)
         if overrides.get("model.start") not in (None, get(values, "model.start")):
@@ -129,7 +129,7 @@ def _named_layers(values: Mapping[str, Any], prefix: str, *, is_typed: bool) -> 
 def _start_sections(recipe: Recipe, given: Values) -> Values:
     """The given fields of the sections `model` and `tokenizer`, with their values in the recipe.
 
-    The values in the recipe are checked and converted; for example, the given text '8' has become a number.
+    The recipe holds checked and converted values; for example, the given text '8' has become the number 8.
     """
     return {
         name: {field: getattr(getattr(recipe, name), field) for field in given[name]}
@@ -155,15 +155,15 @@ def check_fields_of_start(recipe: Recipe, given: Values) -> None:
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raise if a recipe gives a hash of weights, or adapters, but no model to start from."""
+    """Raise if a recipe gives `start_hash` or `lora`, but no model to start from."""
     if recipe.model.start is None and recipe.model.start_hash is not None:
-        raise InputError("model.start_hash: given without model.start, the model that has these weights; leave it out")
+        raise InputError("model.start_hash: given without model.start, which names the model; leave the hash out")
     if recipe.model.start is None and recipe.training.lora is not None:
         raise InputError("training.lora: given without model.start, but adapters need a trained model; give both")
 
 
 def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise for a source that a mixture replaces, and for fields that a loaded tokenizer or prepared text decides.
+    """Raise if a mixture replaces a given source, or a loaded tokenizer or prepared text decides a given field.
 
     Args:
         recipe: the recipe, which already contains the given fields.
@@ -177,24 +177,24 @@ def _check_text(recipe: Recipe, given: Mapping[str, Any]) -> None:
     name = next((name for name, value in trained.items() if value is not None), None)
     if name is not None and (path := recipe.tokenizer.path) is not None:
         raise InputError(
-            f"tokenizer.{name}: {shown(trained[name])} given, but the tokenizer {shown(path)} is loaded, which "
-            "decides it; leave it or tokenizer.path out"
+            f"tokenizer.{name}: {shown(trained[name])} given, but the loaded tokenizer {shown(path)} decides "
+            "this field; leave out this field or tokenizer.path"
         )
     packed = [name for name in given if name in DECIDED_BY_PREPARING and given[name] is not None]
     if packed and recipe.data.is_prepared:
         raise InputError(
-            f"{packed[0]}: {shown(given[packed[0]])} given, but {shown(recipe.data.name)} is prepared text, which "
-            "decides it; leave it out, or give it to `multilin prepare`"
+            f"{packed[0]}: {shown(given[packed[0]])} given, but the prepared text {shown(recipe.data.name)} "
+            "decides this field; leave it out, or give it to `multilin prepare`"
         )
 
 
 def given_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, by dotted field, that a recipe and its overrides give; arguments as for `load_recipe`."""
+    """The values, by dotted field, that a recipe and overrides give; arguments are the same as for `load_recipe`."""
     return flatten(_changed({} if name_or_path is None else _read(_find(name_or_path)), overrides))
 
 
 def left_out_fields(name_or_path: str | Path | None, overrides: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """The dotted fields of a recipe that another choice has replaced; `recipe` is the result of `load_recipe`."""
+    """The dotted fields whose values another choice has replaced; `recipe` is the result of `load_recipe`."""
     given = {} if name_or_path is None else flatten(_read(_find(name_or_path)))
     kept = given_fields(name_or_path, overrides)
     decided = DECIDED_BY_PREPARING if recipe.data.is_prepared else ()
@@ -207,7 +207,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
-    """The first dotted field that decides the run and differs between two recipes, with both values; or None."""
+    """The first dotted field, and both values, in which two recipes differ and that decides the run; or None."""
     flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):

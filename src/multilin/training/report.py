@@ -17,7 +17,7 @@ _TRAINING, _VALIDATION, _INK, _GRID = "#4c78a8", "#d1495b", "#333333", "#e6e6e6"
 
 @contextlib.contextmanager
 def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
-    """Context that yields axes to draw on, over the tokens read, and writes them to a PNG at its end."""
+    """Context that yields a plot's axes (x is the number of tokens read) and writes the plot to a PNG at the end."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -32,7 +32,7 @@ def _plot(path: Path, height: float, ylabel: str) -> Iterator[Any]:
 
 
 def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the losses in lines of metrics.jsonl over the tokens read: training as a line, validation as points."""
+    """Plot the losses in lines of metrics.jsonl over the tokens read: a line for training, points for validation."""
     with _plot(path, 4.2, "loss (nats per token)") as axes:
         axes.plot(*_course([line for line in lines if "loss" in line], "loss"), color=_TRAINING, label="training")
         if validated := [line for line in lines if "validation_loss" in line]:
@@ -48,7 +48,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _course(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The numbers of tokens in all lines, and the values of the field `name`."""
+    """From lines of metrics.jsonl, the numbers of tokens and the values of the field `name`."""
     return [line["tokens"] for line in lines], [line[name] for line in lines]
 
 
@@ -61,7 +61,7 @@ def _last_figure(line: Mapping[str, Any]) -> str:
 def draw_bits_per_byte(lines: Sequence[dict[str, Any]], references: Mapping[str, float], path: Path) -> None:
     """Plot the validation bits per byte in lines of metrics.jsonl over the tokens read.
 
-    Each of the `references`, a model's name to its bits per byte on the same text, becomes a horizontal line.
+    `references` maps models' names to their bits per byte on the same text; each becomes a horizontal line.
     """
     name = "validation_bits_per_byte"
     tokens, bits = _course([line for line in lines if name in line], name)
@@ -123,13 +123,13 @@ A causal language model, trained {origin} with `multilin`.
 |---|---|
 {table}
 
-Validation is on text the model was not trained on.
+The validation data was not used for training.
 
 ![Loss over training tokens](loss.png)
 
 ## Use
 
-It needs the package [multilin](https://pypi.org/project/multilin): `pip install multilin`.
+The model needs the package [multilin](https://pypi.org/project/multilin): `pip install multilin`.
 
 ```python
 import multilin  # teaches transformers this model

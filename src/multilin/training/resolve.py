@@ -18,8 +18,8 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     """The same recipe with every default of the architecture and of this machine filled in.
 
     Raises:
-        InputError: an unknown architecture, a value that the chosen optimizer or schedule does not use, or blocks of a
-            step that cannot be shared out among the processes.
+        InputError: the architecture is unknown, the chosen optimizer or schedule does not use a given value, or the
+            blocks of a step cannot be shared out among the processes.
     """
     defaults = training_defaults(recipe.model.architecture)
     precision: Any = resolve_precision(recipe.training.precision)

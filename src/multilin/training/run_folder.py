@@ -1,12 +1,12 @@
-"""The folder of a run: its files, and checks before it is written.
+"""The folder of a run: its files, and the checks before it is written.
 
 recipe.yaml     everything that decided the run      metrics.jsonl   one line per measurement
 data.json       the text: sizes and identity         loss.png        a plot of the losses
 config.json, model.safetensors, tokenizer.json ...   README.md       the model card
                 the model, as Hugging Face has it    tensorboard/    event files, if asked for
 
-Checkpoints are beside the folder, in NAME.checkpoints, so the folder can be published as it is. Each holds a whole
-model, and what training needs to continue. A resumed run starts from a checkpoint and rewrites its folder's files.
+Checkpoints are beside the folder, in NAME.checkpoints, so the folder can be published as it is. A checkpoint holds the
+whole model and all that training needs to continue. A resumed run starts from a checkpoint and writes all files anew.
 """
 
 import contextlib
@@ -66,17 +66,17 @@ class RunFolder:
         self._model: dict[str, Any]
 
     def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> Path | None:
-        """Raise, before any work, if this run must not or cannot write to the folder.
+        """Raise, before any work, if this run must not, or cannot, write to the folder.
 
         Returns:
             The newest undamaged checkpoint, to resume from; None to begin at the first step.
 
         Raises:
-            InputError: the folder holds another run or other files, cannot be written, or has no run of this recipe or
-                no undamaged checkpoint to resume.
+            InputError: the folder holds another run or other files, or cannot be written; or a run is to be resumed,
+                but the folder has no run of this recipe, or no undamaged checkpoint.
         """
         if resume and overwrite:
-            raise InputError("resume and overwrite exclude each other: give one, to continue the run or to replace it")
+            raise InputError("resume and overwrite given; give only one, to continue the run or to replace it")
         check_folder("output", self.path)
         check_folder("output", self.checkpoints)
         if (self.path / RUN_FILE).exists():
@@ -125,7 +125,7 @@ class RunFolder:
                 )
 
     def with_its_batch(self, recipe: Recipe) -> Recipe:
-        """The recipe. Missing blocks per step are filled in from the run, so that any number of devices can resume."""
+        """The recipe, with the run's blocks per step if not given, so that any number of devices can resume the run."""
         for folder in (self.last_checkpoint(), self.path):
             if folder is not None and (folder / RECIPE_FILE).exists():
                 with contextlib.suppress(InputError):  # a damaged recipe is refused or rewritten later
@@ -134,7 +134,7 @@ class RunFolder:
         return recipe
 
     def begin(self, recipe: Recipe, text: PreparedText | TaskText, checkpoint: Path | None) -> None:
-        """Make the folder ready; files of an earlier run are removed, unless this run resumes from its checkpoint.
+        """Make the folder ready; remove the files of an earlier run, unless this run resumes from a checkpoint.
 
         Raises:
             InputError: the text differs from the text that the resumed run was trained on.
@@ -162,7 +162,7 @@ class RunFolder:
         self._record, self._model = {"data": data, "metrics": lines}, vars(recipe.model)
 
     def clear(self) -> None:
-        """Remove a run, and leave other files alone."""
+        """Remove the files of a run from the folder, and keep other files."""
         self._remove(self._written())
         self.recipe.unlink()
 
@@ -210,8 +210,8 @@ class RunFolder:
             model = next((path for path in self._written() if path.suffix == ".safetensors"), None)
             if model is not None:
                 raise InputError(
-                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to resume from; name it as "
-                    "model.start in another run, or replace it with --overwrite"
+                    f"output: {self.path} holds a model ({model.name}) and no checkpoint to resume from; name the "
+                    "folder as model.start in another run, or replace the model with --overwrite"
                 )
             before = load_recipe(self.path)
         else:
@@ -227,7 +227,7 @@ class RunFolder:
         return checkpoint
 
     def _whole_checkpoint(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; None if there is no checkpoint."""
+        """The newest checkpoint whose files match their checksums; None if there is no checkpoint."""
         damaged: list[str] = []
         for checkpoint in reversed(checkpoints.checkpoints(self.checkpoints)):
             if (damage := checkpoints.find_damage(checkpoint)) is None:

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, bit for bit: the weights, the optimizer and the progress of a run.
+"""Writes and reads checkpoints: the weights, the optimizer and the progress of a run, exact to the bit.
 
 A checkpoint holds no pickles, and any number of processes can read it.
 """
@@ -29,12 +29,12 @@ _WHOLE = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Saver:
-    """Writes and reads the model and the checkpoints of a run; every process has one.
+    """Writes and reads the model and the checkpoints of a run; every process has such an object.
 
     Args:
         model: the module that the optimizer changes.
         optimizer: the optimizer of the model.
-        plan: says what is trained, how it is divided among processes, and how many checkpoints are kept.
+        plan: the section `training` of the recipe.
         folder: the folder of the run.
     """
 
@@ -47,7 +47,7 @@ class Saver:
         self._writing: tuple[int, Future[None]] | None = None  # step and future of the checkpoint in the background
 
     def write_model(self, folder: Path) -> None:
-        """Write the model in Hugging Face's layout, or its adapters in PEFT's, gathered from all processes.
+        """Write the model in Hugging Face's layout, or its adapters in PEFT's layout, gathered from all processes.
 
         Raises:
             OSError: the folder cannot be written.
@@ -63,7 +63,7 @@ class Saver:
             save_adapters(self.model, folder, weights)
 
     def publish_model(self) -> None:
-        """Put the model at the top of the run folder, each file complete or absent."""
+        """Write the model's files into the run folder itself; each file is complete or absent."""
         if rank() == 0:
             with atomic_files(self.folder.path) as partial:
                 self.write_model(partial)
@@ -71,7 +71,7 @@ class Saver:
             self.write_model(self.folder.path)
 
     def write_checkpoint(self, progress: dict[str, Any]) -> None:
-        """Write a checkpoint; for a sharded model it is completed in the background.
+        """Write a checkpoint; for a sharded model, a background thread completes the checkpoint.
 
         If every step was skipped, the optimizer has no state yet, and no checkpoint is written.
 
@@ -114,7 +114,7 @@ class Saver:
                 writing.result()
 
     def close(self) -> None:
-        """End the background thread, after the checkpoint that is still being written."""
+        """End the background thread, after it has written the current checkpoint."""
         self._background.shutdown()
 
     def read_checkpoint(self, folder: Path) -> None:
@@ -157,6 +157,6 @@ class Saver:
 
 
 def _publish(stack: contextlib.ExitStack, write: Callable[[], None]) -> None:
-    """Wait until every process has written its part; closing the stack then publishes the checkpoint."""
+    """Wait until every process has written its part of the checkpoint; closing the stack then publishes it."""
     with stack:
         write()

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: the rate over time, as a factor of the peak rate.
+"""Learning-rate schedules: the factor by which the peak learning rate is multiplied in each step.
 
-In step i = 0, 1, ... of N, the factor is the warm-up of w steps times the course of the schedule:
+In step i = 0, 1, ... of N steps, the factor is a warm-up over w steps times the course of the schedule:
 
     min(1, (i + 1) / w) * course(i)
 
@@ -10,8 +10,8 @@ In step i = 0, 1, ... of N, the factor is the warm-up of w steps times the cours
     tail          min(1, (1 - i / N) * tail): the last 1 / tail of the run falls to 0           (TScale)
     inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
 
-A run with a time limit has N = i / s, where s is the share of its time that has passed. So the course ends with the
-time, however fast the steps are.
+For a run with a time limit, N = i / s, where s is the share of the run's time that has passed. So the course ends when
+the time ends, at any speed of the steps.
 """
 
 import math
@@ -42,7 +42,7 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
 
 
 def rate_factor(recipe: ScheduleRecipe, step: int, max_steps: float) -> float:
-    """The factor of a step, counted from 0, in a run of `max_steps` steps, for a resolved recipe."""
+    """The factor in a step (counted from 0) of a run of `max_steps` steps, for a resolved recipe."""
     assert recipe.name is not None, "a schedule needs a recipe that was resolved"
     assert recipe.warmup_steps is not None
     warmup_steps, tail, constant_steps = recipe.warmup_steps, recipe.tail or 0.0, recipe.constant_steps or 0

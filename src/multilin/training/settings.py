@@ -97,7 +97,7 @@ class TrainingRecipe:
 
     @property
     def length(self) -> str:
-        """How long the run is, for a message."""
+        """The length of the run in words, for a message."""
         unit = "minute" if self.minutes == 1 else "minutes"
         return plural(self.num_steps, "step") if self.minutes is None else f"{self.minutes:g} {unit}"
 

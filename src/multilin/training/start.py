@@ -17,8 +17,8 @@ def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe, with the sections `model` and `tokenizer` filled in from the model to start from.
 
     Args:
-        values: the values of a recipe with `model.start`. Sizes, options and tokenizer are left out or equal the
-            model's; a block (`n_positions`) may be shorter than the model's longest text.
+        values: the values of a recipe with `model.start`. If sizes, options or tokenizer are given, they must equal
+            the model's, but `n_positions` may be smaller than the model's longest text.
 
     Raises:
         InputError: the model does not exist or cannot be trained, or a field contradicts it.
@@ -47,7 +47,7 @@ def complete_start(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_start(start: str, expected_hash: str | None) -> Path:
-    """The folder of the model to start from; its weights must be the weights that the recipe was made for.
+    """The folder of the model to start from. Raises if the weights do not have the recipe's hash.
 
     Raises:
         InputError: the model does not exist, or its weights have changed.
@@ -61,7 +61,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
     """The model to start from, in float32.
 
     Raises:
-        InputError: as `open_start`, or the model has another tokenizer than the text to train on.
+        InputError: see `open_start`; or the model has another tokenizer than the text to train on.
     """
     from multilin.data.tokenizers import tokenizer_hash
     from multilin.runs.load import load_model, load_own_tokenizer
@@ -72,7 +72,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
         own = load_own_tokenizer(folder, model.config)
     if tokenizer_hash(own) != tokenizer_hash(tokenizer):
         raise InputError(
-            f"model.start: the model in {shown(start)} was trained with another tokenizer than the text has"
+            f"model.start: the model in {shown(start)} was trained with another tokenizer than the text to train on has"
         )
     return model.float()
 

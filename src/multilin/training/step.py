@@ -32,7 +32,7 @@ class TrainedLoss(nn.Module):
 
     Args:
         model: a causal language model whose forward returns a loss.
-        label_smoothing: for GPT-2 and Llama; our models have it in their config.
+        label_smoothing: value for GPT-2 and Llama; multilin's own models have label smoothing in their config.
         is_sparse: whether many tokens have no target; GPT-2 and Llama then compute no logits for these.
     """
 
@@ -62,8 +62,8 @@ def baseline_loss(
     Args:
         model: GPT-2 or Llama.
         inputs: arguments of its forward, with `labels`: -100 for tokens without a target.
-        label_smoothing: share of the target distribution spread evenly over the vocabulary.
-        num_items: what the total loss is divided by; None takes the number of targets in `inputs`.
+        label_smoothing: share of the target distribution that is spread evenly over the vocabulary.
+        num_items: the number by which the total loss is divided; None takes the number of targets in `inputs`.
     """
     hidden_BTD = model.base_model(**{name: value for name, value in inputs.items() if name != "labels"})[0]
     hidden_ND, targets_N = hidden_BTD[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
@@ -73,7 +73,7 @@ def baseline_loss(
 
 
 def distribute(loss: TrainedLoss, plan: TrainingRecipe, device: torch.device) -> nn.Module:
-    """The loss on its device, shared out among the processes (FSDP2 or DDP), and compiled if the recipe says so.
+    """The loss module on its device, wrapped for several processes (FSDP2 or DDP), and compiled if the recipe says so.
 
     The result shares its parameters with the model.
     """
@@ -94,7 +94,7 @@ def distribute(loss: TrainedLoss, plan: TrainingRecipe, device: torch.device) ->
 def step_batches(order: BlockOrder, plan: TrainingRecipe, step: int, device: torch.device) -> list[Batch]:
     """The batches of this process in a step, one for each forward pass.
 
-    The blocks of a pass are the same however many processes share a step.
+    A pass reads the same blocks for any number of processes.
     """
     size, passes = plan.split(world_size())
     batches = []
@@ -139,16 +139,16 @@ def pass_loss(loss: nn.Module, batch: Batch, num_items: Tensor, plan: TrainingRe
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
-    """The number of tokens in batches that have a target."""
+    """The number of tokens that have a target, in all batches."""
     return torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
 
 
 def find_nonfinite_pass(
     model: PreTrainedModel, loss: nn.Module, batches: list[Batch], plan: TrainingRecipe, step: int
 ) -> str | None:
-    """Describe where a step first is not finite, by repeating its passes in this process; see `find_nonfinite`.
+    """Describe where a step first is not finite, by repeating the step's passes in this process; see `find_nonfinite`.
 
-    None if the place cannot be found, as for a sharded model, whose passes need all processes.
+    The result is None if the place cannot be found. This includes sharded models, whose passes need all processes.
     """
     if plan.shard != "none" and world_size() > 1:
         return None
@@ -167,7 +167,7 @@ def _without_exchange(loss: nn.Module) -> contextlib.AbstractContextManager[None
 
 
 def seed_pass(seed: int, step: int, place: int) -> None:
-    """Seed the random numbers of a pass, so that stops and the number of processes do not change them."""
+    """Seed the random numbers of a pass, so that interruptions and the number of processes do not change them."""
     seed_all(int(np.random.SeedSequence([seed, step - 1, place]).generate_state(1)[0]))
 
 
@@ -179,7 +179,7 @@ def seed_all(seed: int) -> None:
 
 
 def clip_gradient(model: nn.Module, most: float | None) -> Tensor:
-    """Scale the gradient down to the norm `most`, unless that is None or 0; returns the norm before clipping."""
+    """Scale the gradient down to the norm `most`, unless `most` is None or 0; return the norm before clipping."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = nn.utils.clip_grad_norm_(parameters, most or float("inf"))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -24,19 +24,19 @@ _STEP_WEIGHT = 0.2  # weight of the last step in the running mean of seconds per
 class TimeLimit:
     """The time that a run may use, from the start of the command to its end, and how far the run is.
 
-    The clock stops between the end of a command and the command that resumes its run. Time is reserved for the work
-    after the last step: a validation and two saves, each as long as the latest one. The remaining time, from the
-    first step on, is for training.
+    The clock stops between the end of a command and the command that resumes the run. Time is reserved for the work
+    after the last step: a validation and two saves, each expected to take as long as the latest one did. The remaining
+    time, from the first step on, is for training.
 
     Args:
         minutes: minutes for the whole run, including the time before it was resumed.
         max_steps: steps after which the run ends even if time is left.
         began: `time.monotonic()` when this command began.
-        validation_steps: tokens of a validation, divided by tokens of a step.
+        validation_steps: number of tokens of a validation, divided by the number of tokens of a step.
 
     Attributes:
-        share: the share of the run that is over, from 0 to 1: of the time for training or of the steps, whichever is
-            more; the same in every process.
+        share: the share of the run that is over, from 0 to 1, the same in every process. This is the larger of two
+            shares: of the time for training and of the steps.
         is_ended: whether the last step was made, after which the model is validated and written.
     """
 
@@ -50,7 +50,7 @@ class TimeLimit:
 
     @property
     def used(self) -> float:
-        """Seconds used, including the time before the run was resumed."""
+        """Seconds that the run has used, including the time before it was resumed."""
         return self._earlier + monotonic() - self._began
 
     @property
@@ -91,7 +91,7 @@ class TimeLimit:
             self._first += self._last - self._earlier  # time before a command's first step is not training
 
     def advance(self, step: int) -> None:
-        """Note that `step` steps were made; every process calls this after each."""
+        """Note that `step` steps were made; every process calls this method after each step."""
         assert self._first is not None, "the clock was not started"
         used = mean_over_processes(self.used)
         seconds = used - self._last
@@ -102,12 +102,12 @@ class TimeLimit:
         self.share = max(self.share, min(1.0, (used - self._first) / whole), step / self.max_steps)
 
     def num_steps(self, step: int) -> float:
-        """Steps of the whole run, if the remaining steps are as fast as the steps so far."""
+        """The number of steps of the whole run, if the remaining steps are as fast as the steps so far."""
         return max(step, 1) / max(self.share, 1e-9)
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Measure the time of a validation or a save; as much is reserved for the end of the run."""
+        """Measure the time of a validation or a save; the same time is reserved for the end of the run."""
         begin = monotonic()
         yield
         self._pauses[name] = mean_over_processes(monotonic() - begin)
@@ -127,20 +127,20 @@ class TimeLimit:
 
 
 def forecast_end(validations: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Forecast the bits per byte at the end of a run whose learning rate falls linearly to 0, and the standard error.
+    """Forecast a run's final bits per byte, and their standard error, if the learning rate falls linearly to 0.
 
-    With v bits per byte at a share s of the run, and v' at an earlier share s', the forecast is
+    If v is the bits per byte at a share s of the run, and v' at an earlier share s', the forecast is
 
         v (v / v')^(k(s) (1 - s) / (s - s'))
 
-    k(s) was fitted to runs that were validated after every fifth of the run; between these shares it is interpolated.
+    k(s) was fitted to runs that were validated after every fifth of the run, and is interpolated in between.
 
     Args:
-        validations: for each, the share of the run that was over, and the bits per byte. The last validation is used,
-            and the latest one that is at least `SPACING` before it.
+        validations: pairs of the share of the run that was over, and the bits per byte. The forecast uses the last
+            pair, and the latest pair that is at least `SPACING` before the last.
 
     Returns:
-        None before `FIRST_SHARE` of the run, or without two validations `SPACING` apart.
+        The forecast and its error; None before `FIRST_SHARE` of the run, or without two validations `SPACING` apart.
     """
     share, bits = validations[-1]
     earlier = next(((s, b) for s, b in reversed(validations) if s <= share - SPACING), None)

@@ -12,7 +12,7 @@ from multilin.training.run_folder import RunFolder
 
 
 class Tracker(NamedTuple):
-    """A connection to a tracker: one function sends a line, another closes the connection."""
+    """A connection to a tracker: a function that sends a line, and a function that closes the connection."""
 
     log: Callable[[dict[str, Any]], object]
     close: Callable[[], object]

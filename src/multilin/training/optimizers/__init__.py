@@ -1,4 +1,4 @@
-"""The optimizers a recipe can name: their defaults, and how one is built for a model."""
+"""The optimizers that a recipe can name: their defaults, and functions that build an optimizer for a model."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,11 +27,11 @@ class OptimizerKind:
     """One optimizer.
 
     make: called with parameter groups, `lr`, and `options` by name.
-    learning_rate, weight_decay, clip_norm: defaults for an architecture whose source trains with another optimizer.
-    state_numbers: numbers of optimizer state per matrix element.
-    options: its other fields of the recipe, with their defaults.
-    normalizes: whether its update does not depend on the scale of a gradient; embeddings are then updated by rows.
-    by_matrices: whether it updates the matrices of layers in another way than other parameters.
+    learning_rate, weight_decay, clip_norm: defaults if the architecture's own optimizer is another one.
+    state_numbers: how many numbers of optimizer state a matrix element needs.
+    options: the other fields of the recipe that this optimizer uses, with their defaults.
+    normalizes: whether updates are independent of the scale of a gradient; embeddings are then updated by rows.
+    by_matrices: whether the matrices of layers are updated in another way than other parameters.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 
 
 def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> OptimizerRecipe:
-    """The same section with the defaults filled in: the architecture's, or the optimizer's if the recipe names another.
+    """Fill in the defaults: the architecture's, or the optimizer's own if the recipe names another optimizer.
 
     Raises:
         InputError: a value is given that the optimizer does not use.
@@ -92,7 +92,7 @@ def row_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def matrix_parameters(model: nn.Module) -> list[Tensor]:
-    """The weights of linear layers, except the output and the linear children of a `ParameterHolder`."""
+    """The weights of linear layers, except the output layer and the linear children of a `ParameterHolder`."""
     modules = list(model.modules())
     packed = [child for holder in modules if isinstance(holder, ParameterHolder) for child in holder.children()]
     others = {id(child.weight) for child in packed if type(child) is nn.Linear} | set(map(id, row_parameters(model)))
@@ -101,11 +101,11 @@ def matrix_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def rate_factors(model: nn.Module) -> dict[int, float]:
-    """The factors on parameters' learning rates that are not 1, by the id of the parameter.
+    """The factors by which parameters' learning rates are multiplied, by the id of the parameter; 1 is left out.
 
-    Parameters of a layer that sets `initializer_range` have the factor layer's / model's range, so that in a hybrid the
+    For a layer that sets `initializer_range`, the factor is this range divided by the model's. So in a hybrid the
     weights of all layers change in proportion to their size. With one rate for all, weights of size 0.5 would not learn
-    beside weights of 0.02. If one of the ranges is 0, the size is not known, and the factor is 1.
+    beside weights of 0.02. If one of the two ranges is 0, the size is not known, and the factor is 1.
     """
     own = getattr(getattr(model, "config", None), "initializer_range", None)
     factors: dict[int, float] = {}
@@ -124,11 +124,11 @@ def parameter_groups(
     by_matrices: bool = False,
     learning_rate: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The parameters of a model in groups, with `weight_decay` for those named in `decayed` and 0 for the others.
+    """The parameters of a model in groups. Only parameters named in `decayed` have the given `weight_decay`.
 
-    With `by_rows` every group has `rows`, which is True for the model's row parameters; with `by_matrices` every group
-    has `matrices`, which is True for the weights of its linear layers. With a `learning_rate`, groups of parameters
-    with another rate (see `rate_factors`) come last and have it as `lr`.
+    If `by_rows`, every group has `rows`, which is True for the model's row parameters. If `by_matrices`, every group
+    has `matrices`, which is True for the weights of linear layers. If a `learning_rate` is given, groups with another
+    rate (see `rate_factors`) come last, and their `lr` is this other rate.
     """
     mark = "rows" if by_rows else "matrices" if by_matrices else None
     special = row_parameters(model) if by_rows else matrix_parameters(model) if by_matrices else []

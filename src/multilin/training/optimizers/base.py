@@ -15,11 +15,11 @@ CACHE_NUMBERS = 2**18  # numbers of tensors that a CPU updates together, so that
 
 
 class CheckedOptimizer(torch.optim.Optimizer):
-    """An optimizer that refuses rates out of range, and a state that another kind of optimizer saved.
+    """An optimizer that refuses rates out of range and states that were saved by another kind of optimizer.
 
     marks: settings that every group has besides the defaults.
-    state_names: names in the state of every parameter that has one.
-    wide_names: the names of tensors in float32 or better, whatever the parameter's dtype.
+    state_names: names that the state of a parameter has, if there is a state.
+    wide_names: names of the state's tensors that are float32 or better, whatever the parameter's dtype.
     """
 
     marks: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Add a parameter group, as in PyTorch.
 
         Raises:
-            InputError: a learning rate or weight decay that is negative or not finite.
+            InputError: a learning rate or weight decay is negative or not finite.
         """
         for name in ("lr", "weight_decay"):
             value = param_group.get(name, self.defaults[name])
@@ -43,7 +43,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; returns the closure's result.
 
         Raises:
-            InputError: a sparse gradient.
+            InputError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -71,7 +71,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for expected, given in [*((own, group) for group in groups), *kept]:
             if missing := sorted(expected - given.keys()):
                 raise InputError(
-                    f"optimizer: a state without {', '.join(missing)} given, so it was not saved by "
+                    f"optimizer: the given state lacks {', '.join(missing)}, so it was not saved by "
                     f"{type(self).__name__}; continue with the optimizer that saved it"
                 )
         super().load_state_dict(state_dict)
@@ -85,17 +85,17 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
 
 class NormalizingOptimizer(CheckedOptimizer):
-    """An optimizer whose update does not depend on the scale of a tensor's, or a row's, gradient.
+    """An optimizer whose update is independent of the scale of the gradient of a tensor, or of a row.
 
-    Tensors of a parameter group with `rows` true are updated row by row, others as a whole. A parameter without a
-    gradient is skipped, as in PyTorch; a parameter with a zero gradient is updated.
+    Tensors of parameter groups whose `rows` is true are updated row by row, other tensors as a whole. A parameter
+    without a gradient is skipped, as in PyTorch; a parameter with a zero gradient is updated.
 
-    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). For a tensor that is updated as a
-    whole, squares are then summed over all devices; a row and its statistics are on one device.
+    A parameter may be divided among devices by rows (a DTensor, as FSDP2 makes it). A tensor that is updated as a whole
+    then needs sums of squares over all devices. A row and its statistics are always on one device.
 
-    Subclasses update many whole tensors at once, with PyTorch's functions over lists of tensors, and one tensor of
-    rows at a time. They never wait for a number from the device, and the learning rate may be a tensor, so a step can
-    be captured into a CUDA graph. No state is named `step`, since PyTorch leaves such a state on the CPU when loading.
+    Subclasses update many whole tensors at once, with PyTorch's functions for lists of tensors, but tensors of rows
+    one by one. They never wait for a number from the device, and the learning rate may be a tensor, so a step can be
+    captured into a CUDA graph. No state is named `step`, since PyTorch leaves such a state on the CPU when loading.
     """
 
     def update_whole(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class NormalizingOptimizer(CheckedOptimizer):
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Frobenius norm of each whole tensor, also if it is divided among devices, in float32 or better."""
+    """Frobenius norm of each tensor, over all devices if the tensor is divided, in float32 or better."""
     wide = None if tensors[0].dtype in (torch.float32, torch.float64) else torch.float32
     parts = torch._foreach_norm(local(tensors), 2, dtype=wide)
     if not isinstance(tensors[0], DTensor):
@@ -133,7 +133,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
-    """The part of each tensor that this device holds, to be changed in place: of an undivided tensor, all of it."""
+    """The part of each tensor on this device, to be changed in place; for an undivided tensor, the whole tensor."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -145,7 +145,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def inverse(values: Tensor) -> Tensor:
-    """1 / x, and 0 where x is 0."""
+    """1 / x where x is not 0, and 0 elsewhere."""
     zero = values == 0
     return values.masked_fill(zero, 1.0).reciprocal().masked_fill(zero, 0.0)
 
@@ -157,7 +157,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def row_shape(tensor: Tensor) -> tuple[int, int]:
-    """The number of rows, and of numbers per row."""
+    """The number of rows of a tensor, and the number of elements per row."""
     return (len(tensor), math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
 
 

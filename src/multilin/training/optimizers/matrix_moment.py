@@ -1,4 +1,4 @@
-"""Matrix moment, the optimizer of TScale: one second moment per matrix, or per row, instead of one per number."""
+"""Matrix moment, the optimizer of TScale, which has one second moment per matrix or row, not per element."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ NOW, MOMENTUM = 0.2, 0.8  # weights of this step's direction and of the average 
 class MatrixMoment(NormalizingOptimizer):
     """Momentum of gradients that are divided by their root mean square over a matrix (or row) and over time.
 
-    In step i = 0, 1, ... of a matrix p with gradient g, or of a row p, with its own D but one W for all rows:
+    Step i = 0, 1, ... for a matrix p, or a row p, with gradient g. Each row has its own D; all rows share W:
 
         b  = 1 - 0.5 / sqrt(1 + i)
         D <- b D + mean(g^2)       W <- b W + 1       n = g / sqrt(D / W), 0 where mean(g^2) = 0
         m <- b m + (1 - b) n
         p <- (1 - lr * weight_decay) p - lr (0.2 n + 0.8 m)
 
-    A row with zero gradient decays and still moves along its momentum. State: m, one number per element (AdamW: two);
-    D, one per matrix or row; W and i, one per matrix. Parameters are float32 or better, and gradients have a root mean
-    square between about 1e-19 and 1e19, so that float32 can hold their squares.
+    A row with zero gradient decays and still moves along its momentum. The state is m, one number per element (AdamW
+    has two); D, one number per matrix or row; W and i, one number per matrix. Parameters must be float32 or better. The
+    root mean square of a gradient must lie between about 1e-19 and 1e19, so that float32 can hold squares.
 
     Args:
         params: parameters or parameter groups; `rows` of a group says whether it is updated by rows.
-        lr: root mean square of an update whose direction does not change.
-        weight_decay: decoupled decay, times the learning rate; the source calls it l2.
-        rows: default for groups without `rows`.
+        lr: root mean square of the update if its direction is the same in all steps.
+        weight_decay: decoupled weight decay, multiplied by the learning rate; TScale's source calls it l2.
+        rows: value of `rows` for groups that do not give it.
 
     Source: TScale (Foreseerr).
     """
@@ -88,12 +88,12 @@ class MatrixMoment(NormalizingOptimizer):
 
 
 def beta(step: Tensor) -> Tensor:
-    """1 - 0.5 / sqrt(1 + i): the weight of the past in the averages, after i earlier steps."""
+    """1 - 0.5 / sqrt(1 + i), the weight of the past in the averages after i earlier steps."""
     return 1 - 0.5 * (1 + step).rsqrt()
 
 
 def _advance(second_moment: Tensor, weight: Tensor, step: Tensor, mean_square: Tensor) -> tuple[Tensor, Tensor]:
-    """One step of the statistics, in place; returns b, and 1 / sqrt(D / W), 0 where the gradient is zero."""
+    """Update the statistics in place; return b, and 1 / sqrt(D / W), or 0 where the gradient is zero."""
     keep = beta(step)
     step.add_(1)
     weight.mul_(keep).add_(1)

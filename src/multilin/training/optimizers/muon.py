@@ -16,23 +16,23 @@ ITERATIONS = 5
 
 
 class Muon(CheckedOptimizer):
-    """Muon for groups with `matrices` true, `torch.optim.AdamW` for the others.
+    """Muon for parameter groups whose `matrices` is true, `torch.optim.AdamW` for the other groups.
 
-    With the gradient G of an (A, B) matrix W, an average M that starts at 0, and O(X) the matrix nearest to X that has
-    orthonormal rows or columns, approximated by five Newton-Schulz iterations:
+    W is an (A, B) matrix, G its gradient, and M an average that starts at 0. O(X) is the matrix nearest to X that has
+    orthonormal rows or columns, approximated by five Newton-Schulz iterations. A step computes
 
         M <- 0.95 M + 0.05 G
         W <- (1 - lr * weight_decay) W - 0.2 lr sqrt(max(A, B)) O(0.95 M + 0.05 G)
 
-    With the factor 0.2 sqrt(max(A, B)) updates are about as large, in root mean square, as AdamW's, so one learning
-    rate suits both parts. If the hardware multiplies bf16, the iterations equal `torch.optim.Muon` bit for bit. If not,
-    they run in float32, since emulated bf16 products are tens of times slower. State: one number per element of a
-    matrix, two per element of any other tensor.
+    Due to the factor 0.2 sqrt(max(A, B)), the root mean square of updates is about as large as with AdamW, so one
+    learning rate suits both. If the hardware multiplies bf16, the iterations equal `torch.optim.Muon` bit for bit. If
+    not, the iterations use float32, since emulated bf16 products are tens of times slower. The state is one number per
+    element of a matrix, two per element of any other tensor.
 
     Args:
         params: parameter groups; `matrices` of a group says whether Muon or AdamW updates its tensors.
-        lr: learning rate of both parts.
-        weight_decay: decoupled decay, times the learning rate.
+        lr: learning rate of both Muon and AdamW.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor is from Liu et al.
     2025, "Muon is Scalable for LLM Training".
@@ -50,7 +50,7 @@ class Muon(CheckedOptimizer):
             InputError: the group has no `matrices`, or is for Muon and has a tensor that is not a matrix.
         """
         if "matrices" not in param_group:
-            raise InputError("params: a group without 'matrices' given, but it must be True (Muon) or False (AdamW)")
+            raise InputError("params: a group lacks 'matrices'; set it to True for Muon or False for AdamW")
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         if added["matrices"] and (others := [tuple(x.shape) for x in added["params"] if x.ndim != 2]):
@@ -82,7 +82,7 @@ class Muon(CheckedOptimizer):
 
 
 def orthogonalized(x_AB: Tensor) -> Tensor:
-    """O(X), in the dtype of X: its singular values are between 0.7 and 1.2, not exactly 1."""
+    """O(X), in the dtype of X. The singular values of the result are between 0.7 and 1.2, not exactly 1."""
     if x_AB.shape[0] > x_AB.shape[1]:
         return orthogonalized(x_AB.T).T
     a, b, c = NEWTON_SCHULZ

@@ -1,4 +1,4 @@
-"""Normalised SGD, the optimizer of 3Lin: every tensor moves by the direction of its gradient alone."""
+"""Normalised SGD, the optimizer of 3Lin, which uses the direction of a gradient but not the gradient's norm."""
 
 from typing import Any, Literal, get_args
 
@@ -15,27 +15,27 @@ ROW_ORDERS: tuple[RowOrder, ...] = get_args(RowOrder)
 class NormalizedSGD(NormalizingOptimizer):
     """Gradient descent with every gradient scaled to norm 1, and a running average over time for rows.
 
-    A whole tensor W with gradient G (N(G) = G / ||G||, Frobenius, N(0) = 0):
+    For a tensor W with gradient G that is updated as a whole, with N(G) = G / ||G|| (Frobenius norm) and N(0) = 0:
 
         W <- (1 - lr * weight_decay) W - lr N(G)
 
-    A tensor of rows W_r, with an average A_r that starts at 0, b = row_average, in one of two orders:
+    For each row W_r, with an average A_r that starts at 0 and b = row_average, in one of two orders:
 
         normalize_then_average:  A_r <- b A_r + (1 - b) N(G_r)     W_r <- (1 - lr * weight_decay) W_r - lr A_r
         average_then_normalize:  A_r <- b A_r + (1 - b) G_r        W_r <- (1 - lr * weight_decay) W_r - lr N(A_r)
 
-    Norms are computed from squares in float32: a norm below about 1e-22 counts as 0, and one above 1e19 as infinite,
-    which moves nothing. A row with zero gradient still moves along its average. State: one number per element of the
-    tensors of rows; for whole tensors only a count of steps, since PyTorch's distributed checkpoints need a state of
-    every parameter.
+    Norms are computed from squares in float32. A norm below about 1e-22 counts as 0; a norm above 1e19 counts as
+    infinite, so the parameter does not move. A row with zero gradient still moves along its average. The state is one
+    number per element of tensors of rows. Whole tensors have only a count of steps, since PyTorch's distributed
+    checkpoints need a state of every parameter.
 
     Args:
         params: parameters or parameter groups; `rows` of a group says whether it is updated by rows.
         lr: norm of the update of a tensor, or of a row.
-        weight_decay: decoupled decay, times the learning rate.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
         row_average: weight of the past in the average of rows, at least 0 and below 1.
-        row_order: which comes first for rows, normalising or averaging.
-        rows: default for groups without `rows`.
+        row_order: whether rows are first normalised or first averaged.
+        rows: value of `rows` for groups that do not give it.
 
     Source: 3Lin, the triple-linear transformer.
     """

@@ -38,7 +38,7 @@ def tile_norm(
     Raises:
         InputError: a tile that does not divide D.
 
-    Cost: one pass over x forward; backward, one pass over x, which is kept, and over the result's gradient.
+    Cost: one pass over x forward; one pass backward over x, which is kept, and over the result's gradient.
     Source: TScale and 3Lin, which normalise states and projections in this way.
     """
     width = x.shape[-1]
@@ -53,7 +53,7 @@ def tile_norm(
 
 
 def _as_operator(x: Tensor, tile: int) -> Tensor:
-    """The norm by PyTorch's operator; the smallest normal number, added to the mean square, keeps a zero tile 0."""
+    """The norm by PyTorch's operator; a zero tile stays 0, as the smallest normal number is added to the mean square."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     ones, smallest = wide.new_ones(tile), torch.finfo(wide.dtype).tiny
     tiles = wide if tile == x.shape[-1] else wide.unflatten(-1, (-1, tile))

@@ -1,4 +1,4 @@
-"""Modules in which positions read each other. They call ops with the layout, and can record their weights."""
+"""Modules in which positions read each other; they call ops with the layout and can record the weights of reading."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ from multilin.ops.windowed_attention import WindowedAttentionState, windowed_att
 
 
 class Reading(NamedTuple):
-    """The weights with which each position of a text reads tokens, its own and earlier ones.
+    """The weights with which each position of a text reads its own token and earlier tokens.
 
-    meaning: a sentence or two that say what a weight is.
-    weights_BHTS: (B, H, T, T) weight of token s for position t, 0 if it is not read; H is 1 without heads.
-    nearest, farthest: smallest and largest distance t - s that is read; farthest None reads to the start of the text.
+    meaning: one or two sentences that say what a weight is.
+    weights_BHTS: (B, H, T, T) weight of token s for position t, 0 if t does not read s; H is 1 without heads.
+    nearest, farthest: smallest and largest distance t - s that is read; farthest None: back to the text's start.
     own_BHT: (B, H, T) weight of an extra term for the position's own token; None without such a term.
-    null_BHT: (B, H, T) weight that is given to no token; None without such a term.
-    is_share: whether the weights of a position are nonnegative and sum to 1, own and null included.
+    null_BHT: (B, H, T) weight that belongs to no token; None without such a term.
+    is_share: whether the weights of a position, including own and null, are nonnegative and sum to 1.
     """
 
     meaning: str
@@ -37,7 +37,7 @@ class Reader(nn.Module):
     """The base class of modules in which positions read each other; it records the weights for `explain`.
 
     The methods below call ops: they take padding and the starts of texts from the layout, build no state if none is
-    needed, and record the weights. A module that calls another op does all this itself, and calls `record`.
+        needed, and record the weights. A module that calls another op must do all this itself, and call `record`.
     """
 
     _recorder: Callable[[Reading], None] | None = None
@@ -50,7 +50,7 @@ class Reader(nn.Module):
     def prefix_softmax(
         self, logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout, **options: Any
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
-        """Call the op `prefix_softmax`, options window, own_logits, null_logit; return means (B, T, H, D) and state.
+        """Call the op `prefix_softmax`, options window, own_logits, null_logit; return means (B, T, H, D) and the state.
 
         The logits of padding become -inf, so padding has no weight.
         """
@@ -112,8 +112,8 @@ def _missing(weights_BHTS: Tensor) -> Tensor:
 def record_readings(layers: nn.Module) -> Iterator[list[tuple[str, Reading]]]:
     """Collect the name and reading of every Reader in the layers, in the order in which they run.
 
-    The layers must be called at the start of a text. Their outputs do not change: the weights are computed again,
-    from the arguments of the ops.
+    The layers must be called at the start of a text. Their outputs do not change, because the weights are computed
+    again from the arguments of the ops.
     """
     readings: list[tuple[str, Reading]] = []
     readers = [(name, module) for name, module in layers.named_modules() if isinstance(module, Reader)]

@@ -53,7 +53,7 @@ def tile_norm(
 
 
 def _as_operator(x: Tensor, tile: int) -> Tensor:
-    """The norm by PyTorch's operator; a zero tile stays 0, as the smallest normal number is added to the mean square."""
+    """The norm by PyTorch's operator; the smallest normal number, added to the mean square, keeps a zero tile 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     ones, smallest = wide.new_ones(tile), torch.finfo(wide.dtype).tiny
     tiles = wide if tile == x.shape[-1] else wide.unflatten(-1, (-1, tile))

@@ -164,9 +164,8 @@ class StatefulGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Prepare the next call of the model, which reads the columns that the state has not read.
 
-        After `TextState.crop`, more columns may be unread than transformers counts. In assisted decoding, transformers'
-        first count is None. With a count of 0, all columns are read: a piece of a prompt. Positions come from the
-        state.
+        After `TextState.crop`, more columns may be unread than transformers counts. Assisted decoding begins with a
+        count of None. With a count of 0, all columns are read: a piece of a prompt. Positions come from the state.
         """
         if next_sequence_length != 0 and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns

@@ -81,7 +81,7 @@ def activation_bytes(
     Args:
         model: the model, on any device, also meta.
         num_tokens: number of tokens of all sequences in the pass.
-        number_bytes: bytes of one number.
+        number_bytes: bytes of one number of an activation.
         recomputes: keep only the input of each layer (gradient checkpointing).
     """
     config = model.config
@@ -103,7 +103,7 @@ def loss_bytes(model: PreTrainedModel, num_tokens: int, device: torch.device) ->
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
-    """Refuse a batch of `num_rows` sequences of `num_tokens` tokens that memory cannot hold, without gradients.
+    """Refuse to read `num_rows` sequences of `num_tokens` tokens at once, without gradients, beyond the memory.
 
     Raises:
         InputError: the memory does not suffice; the message begins with `field`, the setting with its value.

@@ -5,11 +5,10 @@ Inside a chunk, the weights exp(l_j - M_t) of token j at position (row) t form a
 the values. M_t is the largest logit that row t reads, so all weights are in [0, 1]. A row's total adds the weights as
 rounded for this product, so that the weights of a mean add up to exactly 1.
 
-Backward, with a row's total D_t, let p_tj = exp(l_j - M_t) / D_t and delta_t = dy_t . y_t. Over the rows t that read j,
-dv_j is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row stands for all rows after a
-chunk: `low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t.
-Times exp(l_j - low), both are the sums with p_tj. A row reads no logit above its M_t, so this
-factor is in [0, 1], too.
+Backward, let D_t be a row's total, p_tj = exp(l_j - M_t) / D_t, delta_t = dy_t . y_t. Over the rows t that read j, dv_j
+is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row stands for all rows after a chunk:
+`low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Times
+exp(l_j - low), both are the sums with p_tj. A row reads no logit above its M_t, so this factor is in [0, 1], too.
 """
 
 import triton

@@ -1,1 +1,1 @@
-"""Export of models as ONNX graphs, which run without multilin: in ONNX Runtime on a CPU, in browsers, in other languages."""
+"""Export of models as ONNX graphs, which run without multilin: on CPUs, in browsers and in other languages."""

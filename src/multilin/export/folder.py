@@ -1,4 +1,4 @@
-"""A folder with an exported model: graphs, weights, manifest, tokenizer, and a README that shows how to run the model."""
+"""A folder with an exported model: graphs, weights, manifest, tokenizer, and a README on running the model."""
 
 import copy
 import dataclasses

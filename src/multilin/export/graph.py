@@ -28,8 +28,7 @@ class Step(nn.Module):
     """A model that reads T new tokens of each row.
 
     With one column, call `forward(input_ids, num_read, *tensors)`; with several, `forward(input_ids, num_new, num_read,
-    *tensors)`, where `num_new` is the number of new tokens of each row. The logits are computed after each row's last
-    token.
+    *tensors)`, where `num_new` is each row's number of new tokens. Logits are computed after each row's last token.
 
     Windows are rings with any number S of slots; token number n is in slot n mod S. For a ring, the result is the new
     tokens, (rows, T, ...), which the caller writes into their slots. For other tensors, the result is the new values.
@@ -68,7 +67,7 @@ class Step(nn.Module):
         return logits_B1V[:, 0].float(), *(_turn(after[about.name], about) for about in self.tensors)
 
     def example(self) -> dict[str, Tensor]:
-        """Inputs by name, with `EXAMPLE_ROWS` rows; rings have `EXAMPLE_SLOTS` slots, or fewer if they cannot have as many."""
+        """Inputs by name, with `EXAMPLE_ROWS` rows; rings have at most `EXAMPLE_SLOTS` slots."""
         rows = EXAMPLE_ROWS
         inputs = {"input_ids": torch.zeros(rows, self.num_columns, dtype=torch.long)}
         if self.num_columns > 1:

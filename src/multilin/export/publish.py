@@ -210,7 +210,7 @@ def _path(module: str) -> Path | None:
 
 
 def _is_compiled(module: str) -> bool:
-    """True for modules with kernels, and for modules that only kernels use."""
+    """True for modules with kernels, and for the modules of `multilin.ops.kernels`."""
     parts = module.split(".")
     is_kernel = parts[-1] == "operator" or parts[-1].partition("_")[0] in ("cpu", "gpu")
     return parts[1:2] == ["ops"] and (is_kernel or parts[2:3] == ["kernels"])

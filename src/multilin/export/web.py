@@ -1,4 +1,4 @@
-"""Export of a folder with a web page that runs the model in a browser; any server of static files can serve the folder."""
+"""Export of a folder with a web page that runs the model in the browser, for any server of static files."""
 
 import base64
 import hashlib

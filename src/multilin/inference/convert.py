@@ -87,7 +87,7 @@ def our_name(name: str) -> str:
 
 
 def our_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a package under our names; joins the three projections that older fastformerLM versions have."""
+    """A package's state dict under our names, also from older fastformerLM versions with three projections."""
     weights = dict(weights)
     for name in [name for name in weights if name.endswith(".Wquery.weight")]:
         parts = [name.replace("Wquery", part) for part in ("Wquery", "Wkeys", "Wvalues")]

@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Tokens read by each row; a state that has read nothing may list no rows."""
 
     def save(self, state: Any) -> StateContents:
-        """A copy of the state as the content of a file; the caller adds unread tokens and the state of the random numbers."""
+        """A copy of the state as a file's content; the caller adds unread tokens and random numbers."""
 
     def restore(self, contents: StateContents) -> Any:
         """Make a state from the result of `save` of this engine or of another engine with the same model."""

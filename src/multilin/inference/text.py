@@ -208,7 +208,7 @@ class TextStream:
         return len(self.text) + len(self._held)
 
     def begin(self, token_id: int, length: int) -> int:
-        """Where the last token's text begins: at `length`, or later if the token first completes an earlier character."""
+        """Where the last token's text begins: at `length`, or later if it first completes an earlier character."""
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:

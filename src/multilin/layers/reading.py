@@ -50,7 +50,7 @@ class Reader(nn.Module):
     def prefix_softmax(
         self, logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, layout: Layout, **options: Any
     ) -> tuple[Tensor, PrefixSoftmaxState | None]:
-        """Call the op `prefix_softmax`, options window, own_logits, null_logit; return means (B, T, H, D), and the state.
+        """Call the op `prefix_softmax`, options window, own_logits, null_logit; return means (B, T, H, D) and state.
 
         The logits of padding become -inf, so padding has no weight.
         """

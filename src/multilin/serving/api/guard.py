@@ -26,11 +26,12 @@ class Guard:
     Args:
         app: the application that gets the accepted requests.
         metrics: counts the answers.
-        keys: valid API keys, of which every request must have one; if the list is empty, no key is needed.
+        keys: valid API keys; every request must have one of them. If the list is empty, no key is needed.
         origins: origins of other web pages that may make requests; `*` allows all.
         body_bytes: largest size of a body in bytes.
         is_loopback: refuse requests whose Host header does not name this machine, and requests of other pages. A
-            website could make a browser on this machine send both; for the former, its domain resolves to this address.
+            website could make a browser on this machine send both kinds, the first if its domain resolves to this
+            address.
     """
 
     def __init__(

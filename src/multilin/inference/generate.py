@@ -199,7 +199,7 @@ def check_unused(settings: GenerationSettings) -> None:
         if value != getattr(DEFAULTS, name):
             other = f"num_beams: {settings.num_beams}" if settings.num_beams > 1 else "temperature: 0"
             raise InputError(
-                f"{name}: {value} given together with {other}, which does not use it; leave one of them out"
+                f"{name}: {value} given together with {other}, which ignores {name}; leave one of them out"
             )
 
 

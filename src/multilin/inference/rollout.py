@@ -192,7 +192,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             kind = type(layer).__name__
             raise InputError(f"layers.{index}: {kind} given, but only linear layers can be composed and rolled out")
         if any(isinstance(part, Linear) and part.arithmetic.products == "int8" for part in layer.modules()):
-            raise InputError(f"layers.{index}: its int8 products round their inputs, so it is not a linear map")
+            raise InputError(f"layers.{index}: int8 products round their inputs, so this layer is not linear")
         with prefixed(f"layers.{index}."):
             maps.append(linear_map())
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
@@ -200,7 +200,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
     sizes = {len(over_positions) for over_positions, _, _ in maps}
     if len(sizes) != 1:
-        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have the same")
+        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have one context")
     return maps
 
 

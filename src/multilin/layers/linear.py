@@ -195,7 +195,7 @@ def set_arithmetic(layers: nn.Module, arithmetic: Arithmetic) -> None:
     """
     for module in matrix_modules(layers):
         if module.arithmetic.stored_as_int8 and not arithmetic.stored_as_int8:
-            raise InputError("stored_as_int8: False given, but this model's weights are int8 and their floats are gone")
+            raise InputError("stored_as_int8: False given, but this model has only int8 weights, without floats")
         if arithmetic.stored_as_int8 and not module.arithmetic.stored_as_int8:
             module.arithmetic = arithmetic
             module.hold_int8()

@@ -81,11 +81,11 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
     (weights_BHTS, own_BHT), window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
     among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
     meaning = (
-        f"A weight is the token's share in the mean over {among}: its importance, the same at every position, "
-        "divided by the sum of the importances of the tokens read"
+        f"A weight is the token's share in the mean over {among}: its importance, which is the same at every "
+        "position, divided by the sum of the importances of the tokens read"
     )
     if own_BHT is not None:
-        meaning += "; the own term is the share of the position's own token, which is added to this sum once more"
+        meaning += ". The own term is the share of the position's own token, which is counted a second time in this sum"
     farthest = None if window is None else window - 1
     null_BHT = None if options.get("null_logit") is None else _missing(weights_BHTS)
     return Reading(f"{meaning}.", weights_BHTS, 0, farthest, own_BHT, null_BHT)
@@ -95,11 +95,11 @@ def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any
     weights_BHTS, window = windowed_attention_weights(queries_BTHD, keys_BTHD, **options), options["window"]
     null_BHT = _missing(weights_BHTS) if options.get("null_key") else None
     meaning = (
-        f"A weight is the token's share in the head's attention to the {plural(window, 'token')} before the position, "
-        "the decay over distance included"
+        f"A weight is the token's share in the head's attention to the {plural(window, 'token')} before the position. "
+        "It includes the decay over distance"
     )
     if null_BHT is not None:
-        meaning += "; the weight of the null key belongs to no token"
+        meaning += ". The weight of the null key belongs to no token"
     return Reading(f"{meaning}.", weights_BHTS, min(window, 1), window, null_BHT=null_BHT)
 
 

@@ -41,7 +41,7 @@ class Readings:
 
         Raises:
             ApiError: too many requests wait.
-            InputError: the model has no attention weights, or no such step.
+            InputError: the model has no weights to show, or no such step.
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")

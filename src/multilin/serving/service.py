@@ -82,7 +82,7 @@ class Service:
 
     @contextlib.contextmanager
     def changing(self, session: Session) -> Iterator[None]:
-        """Claim a session, so that no other request continues or changes this session. Raises the same errors as `begin`."""
+        """Claim a session, so that no other request continues or changes the session. Raises the errors of `begin`."""
         self._claim(session.id, None)
         try:
             self._check_session(session)
@@ -199,8 +199,7 @@ class Service:
         """Keep a sequence that has ended as a turn, and add the turn to the session.
 
         Raises:
-            ApiError: a turn of a session cannot be written. Without a session, a turn that cannot be written is no
-                error.
+            ApiError: a turn of a session cannot be written. Without a session, a failed write is no error.
         """
         if not generation.ask.store:
             return

@@ -42,7 +42,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_idle_fields(cls, body: Any) -> Any:
-        """Drop nulls and values that change nothing: clients send back messages of the server, which have null fields."""
+        """Drop nulls and values that change nothing: clients send back the server's messages with null fields."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields

@@ -172,7 +172,7 @@ def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Se
     session = find_session(service, owner, session_id)
     before = service.turns.peek(owner, session.turns[-1]) if session.turns else None
     if session.turns and before is None:
-        raise ApiError(404, "session: its last turn is no longer kept; give another session", "session", NOT_FOUND)
+        raise ApiError(404, "session: the last turn is no longer kept; give another session", "session", NOT_FOUND)
     return session, before
 
 

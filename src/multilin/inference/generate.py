@@ -198,9 +198,7 @@ def check_unused(settings: GenerationSettings) -> None:
         value = getattr(settings, name)
         if value != getattr(DEFAULTS, name):
             other = f"num_beams: {settings.num_beams}" if settings.num_beams > 1 else "temperature: 0"
-            raise InputError(
-                f"{name}: {value} given together with {other}, which ignores {name}; leave one of them out"
-            )
+            raise InputError(f"{name}: {value} given together with {other}, which ignores {name}; leave one out")
 
 
 def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start: bool) -> list[int]:

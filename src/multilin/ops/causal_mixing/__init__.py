@@ -68,7 +68,7 @@ def causal_mixing(
     positions = positions.expand(x.shape[:2])
     is_checked = positions.numel() and can_read_values(positions)
     if is_checked and (length := int(positions.max()) + 1) > num_positions:
-        raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
+        raise InputError(f"context: the text has {length} positions, but there are weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     wide = x.to(dtype)
     # Under autocast it multiplies half-precision numbers and sums in float32, like any product with weights.

@@ -226,9 +226,7 @@ def _check_order(tokens: Tensor | None, settings: Settings, kwargs: dict[str, An
     """Refuse packed documents, and positions that do not count from 0, because each row is continued as one text."""
     for name in ("document_ids", "cu_seqlens", "seq_idx", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
-            raise InputError(
-                f"{name}: given, but generate() continues one text per row; give one per row, without {name}"
-            )
+            raise InputError(f"{name}: given, but generate() continues one text per row; give only one, without {name}")
     positions, mask = kwargs.pop("position_ids", None), kwargs.get("attention_mask")
     if positions is None or tokens is None or _setting("is_assistant", settings, kwargs):
         return  # transformers itself sends positions to assistants

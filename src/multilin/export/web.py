@@ -68,7 +68,7 @@ def export_web(
         folder: the folder to write; serve it with `python -m http.server`, for example.
         runtime: a folder with the files of onnxruntime-web; None fetches these files from the npm registry.
         precision: precision of the matrices in files. 8-bit matrices are a quarter as large, and are expanded when the
-        page loads: the browser always computes in float32, at the same speed.
+            page loads: the browser always computes in float32, at the same speed.
         progress: see `export_run`.
 
     Raises:

@@ -20,7 +20,7 @@ class Sequence:
 
     state: engine state of one row.
     unread_ids: tokens of the sequence that the model has not read yet: normally the last generated token, or several
-    tokens that form one character or may begin a stop string.
+        tokens that form one character or may begin a stop string.
     numbers: the generator of random numbers for sampling; None makes a new generator.
     """
 

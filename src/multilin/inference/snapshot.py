@@ -23,7 +23,7 @@ class Snapshot:
 
     state: the model's state after the tokens read. The state is not copied: to keep it, continue `state.clone()`.
     unread_ids: tokens of the text that the model has not read yet: normally the last generated token, or all tokens of
-    the last character. There is one list for each row; no list at all means that every token was read.
+        the last character. There is one list for each row; no list at all means that every token was read.
     rng_state: state of torch's default CPU generator, so that sampling continues unchanged; None without sampling.
     """
 

@@ -37,8 +37,8 @@ class StateTensor:
     shape: shape of one row.
     dtype: "float32", "float64" or "int64".
     kind: a "window" has the last tokens in order; "positions" has the token at position n in slot n. Both have slots
-    along the first axis; an empty slot is -inf in a tensor of logits, and 0 in other tensors. A "summary" has no slots.
-    A "count" is the number of tokens read.
+        along the first axis; an empty slot is -inf in a tensor of logits, and 0 in other tensors. A "summary" has no
+        slots. A "count" is the number of tokens read.
     is_multiplied: whether graphs have the axis of heads before the axis of slots, (rows, heads, slots, ...).
     """
 

@@ -40,7 +40,7 @@ def causal_mixing(
     Args:
         x: (B, T, D) inputs.
         triangle: (n (n + 1) / 2,) the weights c row by row: c[0, 0], c[1, 0], c[1, 1], c[2, 0], ...; `lower_triangle`
-        turns them into a matrix.
+            turns them into a matrix.
         bias: (n,) one number per position, added to all D numbers of the sum.
         positions: (B, T) or (1, T) position of each input in its text, from 0; None continues counting from the state.
         padding: (B, T) True at padding, which no position reads; the position of padding may be -1.

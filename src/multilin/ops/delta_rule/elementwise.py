@@ -11,7 +11,7 @@ def weigh(
 
     Args:
         scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. In `overlaps`, only numbers below the diagonal
-        count.
+            count.
         logs: (n, C) G to the base 2, in float64, because in float32 one large log would cost the other logs precision.
         rates: (n, C) b; None where there are no overlaps.
 

@@ -51,7 +51,7 @@ def prefix_softmax(
         values: (B, T, H, D) the values to average.
         window: number of tokens read, including the current token; None reads the whole past.
         own_logits: (B, T, H) logits with which each position reads its own value a second time; later positions do not
-        see these logits. With None, no value is read twice. Not allowed with a window or a null token.
+            see these logits. With None, no value is read twice. Not allowed with a window or a null token.
         null_logit: logit of an extra token of value 0 that every position reads (adds e^null_logit to the denominator).
         state: the state that an earlier call returned; its tokens are read first. With a window it may be a `Ring`.
         starts: (B, T) True where a new text begins; its positions read neither the state nor tokens before the start.

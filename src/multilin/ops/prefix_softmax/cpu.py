@@ -51,7 +51,7 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
     Returns:
         weights: (B, kinds of weights, T, H) in float32, all in [0, 1].
         checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before each block of ROWS positions, and after
-        the last block; empty with a window.
+            the last block; empty with a window.
         rounding: (B, T, H, D), exact mean minus bf16 mean; empty without a window or for float32 values.
     """
     (B, T, H, D), device = values.shape, values.device

@@ -35,7 +35,7 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
 
     Returns:
         rows: (2, B, H, T) the largest logit that each position reads, +inf if the position reads nothing; and 1 / sum
-        of exp(logit - largest), 0 if the position reads nothing.
+            of exp(logit - largest), 0 if the position reads nothing.
         past: (2, B, H, T / CHUNK + 1) the largest logit of all tokens before each chunk, and the sum of
             exp(logit - largest). The last entry is for all tokens. Empty with a window.
         past_means: (B, H, T / CHUNK + 1, D) the means of the same tokens.

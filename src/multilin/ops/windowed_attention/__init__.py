@@ -69,7 +69,10 @@ def windowed_attention(
 
     Returns:
         The means (B, T, H, E) in the dtype of `values`, and the last `window` keys and values in float32 or better;
-        for a ring, only the new tokens. Raises: InputError: a negative window, or shapes that do not fit.
+        for a ring, only the new tokens.
+
+    Raises:
+        InputError: a negative window, or shapes that do not fit.
 
     Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times as many with a backward pass,
     in float32 or better even for bf16 inputs. Memory is proportional to the inputs, since weights exist for one tile at

@@ -200,7 +200,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
     sizes = {len(over_positions) for over_positions, _, _ in maps}
     if len(sizes) != 1:
-        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have one context")
+        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have the same context")
     return maps
 
 

@@ -79,10 +79,11 @@ def choose_tokens(
     Steps, in this order:
 
     1. Positive logits of tokens seen are divided by the repetition penalty; their other logits are multiplied by it.
-    2. From the logits of generated tokens, the presence penalty is subtracted, and the frequency penalty times the
-    number of occurrences. 3. The bias is added. 4. At temperature 0 the token with the largest logit is taken.
-    Otherwise logits are divided by the temperature; top_k, then top_p, then min_p leave out tokens; and the token is
-    drawn from the softmax over the other tokens.
+    2. The presence penalty, and the frequency penalty times the number of occurrences, are subtracted from the logits
+       of tokens that were generated.
+    3. The bias is added.
+    4. At temperature 0 the token with the largest logit is taken. Otherwise logits are divided by the temperature;
+       top_k, then top_p, then min_p leave out tokens; and the token is drawn from the softmax over the other tokens.
 
     Args:
         logits_BV: (B, V) logits of all tokens; changed in place.

@@ -42,7 +42,7 @@ class Layer(GradientCheckpointingLayer):
 class ParameterHolder(nn.Module):
     """The base class of modules that hold parameters directly; the model initialises them.
 
-    Modules that hold parameters initialise them, because transformers initialises only modules that hold parameters.
+    transformers initialises only modules that hold parameters directly. So each such module draws its parameters.
     """
 
     def initialize(self, std: float) -> None:

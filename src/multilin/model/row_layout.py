@@ -22,9 +22,9 @@ class Packing(NamedTuple):
 
     A token starts a document if any of the fields marks it; fields that are None are ignored.
 
-    document_ids: (B, T) number of each token's document; a new number begins a document.
+    document_ids: (B, T) number of each token's document; a change of the number begins a document.
     cu_seqlens: (N + 1,) cumulative lengths of the documents in the rows laid end to end, from 0 to B * T.
-    position_ids: (B, T) or (1, T) positions in the documents; a position that does not rise begins a document.
+    position_ids: (B, T) or (1, T) positions in documents; a position not above the previous position begins a document.
     """
 
     document_ids: Tensor | None = None

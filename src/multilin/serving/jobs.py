@@ -113,8 +113,8 @@ class Row:
     next_id: the token that is read next.
     token_ids: the tokens that were generated.
     pending: tokens that wait until their text is certain, each with the number of characters before it.
-    kept: the state to restore if a possible stop string is completed, or if the row ends inside a character; None while
-        the text is whole.
+    kept: the state to restore if a possible stop string is completed, or if the row ends before the text is whole; None
+        while the text is whole.
     end: the finish reason; None while the sequence runs.
     """
 

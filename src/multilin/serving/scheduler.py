@@ -29,7 +29,7 @@ class Scheduler:
 
     Args:
         engine, codec: the model and its tokenizer.
-        notify: called in the scheduler's thread with functions that report events; runs these functions elsewhere.
+        notify: called in the scheduler's thread with functions that report events; runs these in another thread.
         num_slots: most sequences that run at a time.
         queue_size: most jobs that wait.
     """

@@ -174,15 +174,15 @@ def test_a_state_goes_with_its_own_model(
         (["--temperature", "true"], "--temperature: True given, but it should be a number"),
         (
             ["--temperature", "0", "--seed", "3"],
-            "seed: 3 given together with temperature: 0, which does not use it; leave one of them out",
+            "seed: 3 given together with temperature: 0, which ignores seed; leave one out",
         ),
         (
             ["--num-beams", "2", "--top-k", "3"],
-            "top_k: 3 given together with num_beams: 2, which does not use it; leave one of them out",
+            "top_k: 3 given together with num_beams: 2, which ignores top_k; leave one out",
         ),
         (
             ["--num-beams", "2", "--repetition-penalty", "2"],
-            "repetition_penalty: 2.0 given together with num_beams: 2, which does not use it; leave one of them out",
+            "repetition_penalty: 2.0 given together with num_beams: 2, which ignores repetition_penalty; leave one out",
         ),
         (["--top-p", "1.5"], "--top-p: 1.5 given, but it should be at most 1"),
         (["--max-new-tokens", "many"], "--max-new-tokens: 'many' given, but it should be an integer or null"),

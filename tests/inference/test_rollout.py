@@ -95,7 +95,7 @@ def test_int8_products_are_not_linear_but_rounded_weights_are() -> None:
     torch.testing.assert_close(rollout(model, text, 9), rollout_sequential(model, text, 9), **EXACT)
     model.set_arithmetic(Arithmetic(products="int8"))
     for function in (compose, lambda m: rollout(m, text, 3), lambda m: rollout_sequential(m, text, 3)):
-        with pytest.raises(InputError, match=r"layers.0: its int8 products round"):
+        with pytest.raises(InputError, match=r"layers.0: int8 products round"):
             function(model)
 
 

@@ -123,7 +123,7 @@ def test_mistakes_are_named() -> None:
     for wrong in (torch.zeros(5), torch.zeros(3, 3)):
         with pytest.raises(InputError, match="for a triangle of n rows"):
             unchecked(x, wrong)
-    with pytest.raises(InputError, match="3 positions, but this mixing has weights for 2"):
+    with pytest.raises(InputError, match="3 positions, but there are weights for 2"):
         unchecked(x, torch.zeros(3))
     _, state = unchecked(x, torch.zeros(6))
     with pytest.raises(InputError, match="4 positions"):

@@ -256,7 +256,7 @@ def test_an_answer_that_memory_lost_is_not_silently_forgotten(
 ) -> None:
     monkeypatch.setattr(chat, "ServeLimits", functools.partial(chat.ServeLimits, memory="1KB"))
     flags = (*GREEDY, "--engine", "torch")
-    lost = {"three": "its last turn is no longer kept", f"/save {tmp_path / 'text.state'}": "is no longer kept"}
+    lost = {"three": "the last turn is no longer kept", f"/save {tmp_path / 'text.state'}": "is no longer kept"}
     for line, message in lost.items():
         status, text, notes = talk(str(run.folder), "one", "/fork", "two", "/switch 1", line, flags=flags)
         assert status == 2

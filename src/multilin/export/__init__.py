@@ -1,1 +1,1 @@
-"""Models as ONNX graphs, which run without multilin: on a CPU by ONNX Runtime, in the browser, in other languages."""
+"""Export of models as ONNX graphs, which run without multilin: on CPUs, in browsers and in other languages."""

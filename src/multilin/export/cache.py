@@ -1,4 +1,4 @@
-"""The choice between PyTorch and ONNX Runtime for a model, and the export that is kept beside a run."""
+"""The choice between PyTorch and ONNX Runtime for a model, and the cached export that is kept beside a run."""
 
 import importlib.util
 import json
@@ -28,11 +28,11 @@ _IN_BACKGROUND: list[subprocess.Popen[bytes]] = []
 def open_model(
     folder: Path, load: "Callable[[Path], Run] | None" = None, *, num_threads: int | None = None, spins: bool = False
 ) -> tuple[Engine, TextCodec]:
-    """The engine of a folder and its tokenizer: ONNX Runtime for an export, PyTorch for a run.
+    """Return an engine for a folder, and the tokenizer: ONNX Runtime for an export, PyTorch for a run.
 
     Args:
         folder: the export or the run.
-        load: loads the run; `load_run` by default.
+        load: the function that loads the run; `load_run` by default.
         num_threads, spins: for an export, the arguments of `OnnxEngine`.
     """
     if is_export(folder):
@@ -61,12 +61,12 @@ def cache_folder(run: Path) -> Path:
 
 
 def is_current(run: Path) -> bool:
-    """True if the export beside a run was made by this version, from the files that the run has now."""
+    """True if this version made the export beside a run, from the files that the run has now."""
     return "files" in _kept(run)
 
 
 def _kept(run: Path) -> dict[str, Any]:
-    """The manifest of a current export, {"failure": reason} if that export failed, or {} if none was made."""
+    """The manifest of a current export, {"failure": reason} if the export failed, or {} if there was no export."""
     try:
         kept: dict[str, Any] = json.loads((cache_folder(run) / MANIFEST).read_text(encoding="utf-8"))
         return kept if kept["format"] == FORMAT and kept["source"] == source_hashes(run) else {}
@@ -75,7 +75,7 @@ def _kept(run: Path) -> dict[str, Any]:
 
 
 def keep_export(run: Path, load: "Callable[[Path], Run] | None" = None, progress: Progress = no_progress) -> None:
-    """Export a run into its cache, or write the failure there; wait if another process is exporting it.
+    """Export a run into its cache, or write the failure there; wait if another process is exporting the run.
 
     Args:
         run: the folder of the run.

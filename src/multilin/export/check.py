@@ -35,19 +35,18 @@ PIECES = (0, 1, 2, 3, 5, 17, 64, 65, 150)  # tokens read at once
 
 @torch.inference_mode()
 def check_export(model: MultilinForCausalLM, folder: Path) -> None:
-    """Compare the logits of an export with the model's, and raise InputError if they differ.
+    """Compare the logits of an export with the model's logits, and raise InputError if they differ too much.
 
-    The export reads random texts, one alone and three together, in pieces of random lengths; PyTorch reads each text at
-    once. The root mean square of the differences of the logits after all pieces is divided by the standard deviation of
-    the logits.
-    The first text is long enough to fill every window twice, within `LONGEST` tokens.
+    The export reads random texts in pieces of random lengths, one text alone and three together; PyTorch reads each
+    text at once. The root mean square of the differences of the logits after all pieces is divided by the standard
+    deviation of the logits. The first text is long enough to fill every window twice, within `LONGEST` tokens.
 
     Args:
         model: the original, in float32 on the CPU.
         folder: the export.
 
     Raises:
-        InputError: the quotient is above the tolerance of the export's precision, or the graphs cannot be run.
+        InputError: this quotient is above the tolerance of the export's precision, or the graphs cannot be run.
     """
     engine = OnnxEngine(folder, spins=False)
     precision, limit = engine.manifest.precision, min(engine.longest_text or LONGEST, LONGEST)
@@ -81,7 +80,7 @@ def _difference(model: MultilinForCausalLM, hidden_BTD: torch.Tensor, engine: En
 
 
 def _read_in_pieces(engine: Engine, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, Logits]]:
-    """Read rows in pieces of random lengths, often of one token; yield row, column and logits at each piece's end."""
+    """Read rows in random pieces, often of one token; yield the row, the column and the logits at each piece's end."""
     draw, state, num_read = np.random.default_rng(1), engine.new_state(len(ids)), np.zeros(len(ids), np.int64)
     while (num_read < ids.shape[1]).any():
         counts = np.ones_like(num_read) if draw.random() < 0.5 else draw.choice(PIECES, len(ids))
@@ -99,7 +98,7 @@ class Comparison:
     """The result of `compare_export`; pairs are (original, export).
 
     largest_difference: largest absolute difference of logits on the text; largest_logit: largest absolute logit.
-    equal_tokens: number of greedy tokens, out of `num_greedy`, before the first that differs.
+    equal_tokens: number of greedy tokens, out of `num_greedy`, before the first token that differs.
     bits_per_byte: score on `num_tokens` tokens of the text.
     num_bytes: bytes of the weights in memory, and of the exported files.
     tokens_per_second: speed of greedy generation of one sequence.
@@ -121,7 +120,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
     Args:
         run: the original, on the CPU.
         folder: the export.
-        text: text that was packed with the model's tokenizer.
+        text: a text that was packed with the model's tokenizer.
 
     Raises:
         InputError: the text has fewer than two tokens.
@@ -150,7 +149,7 @@ def compare_export(run: Run, folder: Path, text: PackedText) -> Comparison:
 
 
 def _rows(text: PackedText, longest: int | None) -> NDArray[np.int64]:
-    """Rows of tokens from the text, as long as text and model allow."""
+    """Take rows of tokens from the text, as long as the text and the model allow."""
     if text.num_tokens < 2:
         raise InputError("the validation text has fewer than two tokens")
     length = min(NUM_TOKENS, longest or NUM_TOKENS, text.num_tokens - 1) + 1
@@ -166,7 +165,7 @@ def _read_columns(engine: Engine, ids: NDArray[np.int64]) -> NDArray[np.float32]
 
 
 def _bits_per_byte(logits: NDArray[np.float32], ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> float:
-    """Bits per byte of the tokens that have text; tokens that begin documents are left out."""
+    """Bits per byte of all tokens that have text; tokens that begin documents are left out."""
     logits_NV, targets_N = torch.from_numpy(logits).double().flatten(0, 1), torch.from_numpy(ids[:, 1:]).flatten()
     nats_N = cross_entropy(logits_NV, targets_N, reduction="none").numpy()
     return float(nats_N[lengths.ravel() > 0].sum() / np.log(2) / max(int(lengths.sum()), 1))

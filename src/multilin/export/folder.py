@@ -1,4 +1,4 @@
-"""A folder with an exported model: graphs, weights, manifest, tokenizer, and a README that shows how to run it."""
+"""A folder with an exported model: graphs, weights, manifest, tokenizer, and a README on running the model."""
 
 import copy
 import dataclasses
@@ -35,16 +35,16 @@ def export_run(
     round_graph: Callable[[onnx.ModelProto, Precision], onnx.ModelProto] = rounded,
     source: Mapping[str, str] | None = None,
 ) -> None:
-    """Export the model of a run as ONNX graphs into a folder, complete or not at all.
+    """Export the model of a run as ONNX graphs into a folder, which is written completely or not at all.
 
-    The graphs are compared with the model before and after their matrices are rounded, see `check_export`.
+    The graphs are compared with the model before and after rounding their matrices, see `check_export`.
 
     Args:
         run: the model and its tokenizer; int8 weights become floats.
         folder: the folder to write; an existing one is replaced as a whole.
         precision: precision of the products with matrices.
         progress: called for each graph.
-        round_graph: brings the matrices of a graph to the precision.
+        round_graph: the function that rounds the matrices of a graph to the precision.
         source: the result of `source_hashes` before the run was loaded; None computes it now.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A call of a model as a graph: from new tokens and a state to the last token's logits and the state's changes."""
+"""A model's call as a graph: it maps new tokens and a state to the last token's logits and the state's changes."""
 
 import io
 import logging
@@ -28,10 +28,10 @@ class Step(nn.Module):
     """A model that reads T new tokens of each row.
 
     With one column, call `forward(input_ids, num_read, *tensors)`; with several, `forward(input_ids, num_new, num_read,
-    *tensors)`, where `num_new` is the number of new tokens of each row. The logits are those after its last token.
+    *tensors)`, where `num_new` is each row's number of new tokens. Logits are computed after each row's last token.
 
     Windows are rings with any number S of slots; token number n is in slot n mod S. For a ring, the result is the new
-    tokens, (rows, T, ...), which the caller writes into their slots. For other tensors it is their new values.
+    tokens, (rows, T, ...), which the caller writes into their slots. For other tensors, the result is the new values.
     """
 
     def __init__(self, model: MultilinForCausalLM, num_columns: int) -> None:
@@ -67,7 +67,7 @@ class Step(nn.Module):
         return logits_B1V[:, 0].float(), *(_turn(after[about.name], about) for about in self.tensors)
 
     def example(self) -> dict[str, Tensor]:
-        """Inputs by name, with `EXAMPLE_ROWS` rows and rings of `EXAMPLE_SLOTS` slots or their largest number."""
+        """Inputs by name, with `EXAMPLE_ROWS` rows; rings have at most `EXAMPLE_SLOTS` slots."""
         rows = EXAMPLE_ROWS
         inputs = {"input_ids": torch.zeros(rows, self.num_columns, dtype=torch.long)}
         if self.num_columns > 1:
@@ -93,7 +93,7 @@ class Step(nn.Module):
 
 
 def _turn(tensor: Tensor, about: StateTensor) -> Tensor:
-    """Swap the axes of heads and slots, which graphs and ops have in different order."""
+    """Swap the axes of heads and slots, whose order differs between graphs and ops."""
     return tensor.transpose(1, 2) if about.is_multiplied else tensor
 
 
@@ -132,7 +132,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _open(value: Any, name: str, given: Mapping[str, Tensor], num_read_B: Tensor) -> Any:
-    """The state of a layer from the inputs of the graph, with windows as rings; `value` is an example of the state."""
+    """Make a layer's state from the inputs of the graph, with windows as rings; `value` is an example of the state."""
     if isinstance(value, Tensor):
         return given.get(name, num_read_B)
     if value is None:

@@ -1,9 +1,9 @@
-"""A run as a folder for the Hugging Face hub, with code that needs PyTorch and transformers only, and its upload.
+"""Publish a run on the Hugging Face hub: write a folder with code that needs PyTorch and transformers only; upload it.
 
-transformers loads the code of a hub's model from files in one folder. So `multilin.ops.tile_norm.reference` becomes
-`ops_tile_norm_reference.py`, which differs from the package's file in its imports alone: they are relative. Compiled
-kernels, checks of settings, and packages that only annotations need are left out; names imported from them come from
-`export_publish_stand_ins.py`.
+transformers loads the code of a model on the hub from files in one folder. So `multilin.ops.tile_norm.reference`
+becomes `ops_tile_norm_reference.py`, which differs from the package's file only in its imports: they are relative.
+Compiled kernels, checks of settings, and packages that only annotations need are left out; names imported from them
+come from `export_publish_stand_ins.py`.
 """
 
 import ast
@@ -74,7 +74,7 @@ def publish_run(run: Run, name: str, folder: Path) -> None:
 
 
 def upload(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder to a repository on the hub, which is made if there is none, and return its address.
+    """Upload a folder to a repository on the hub, created if it does not exist, and return the repository's address.
 
     Raises:
         InputError: no network, no login, or no right to write there.
@@ -139,7 +139,7 @@ not run: the model uses compiled kernels, and states can be saved, exported and 
 
 
 def model_files(names: Iterable[str]) -> dict[str, str]:
-    """The text of every file by its name, for a model with layers of these architectures of the package.
+    """The text of every code file by name, for a model with layers of these architectures of the package.
 
     `AUTO_MAP` names the first file. It imports all other files, because transformers copies only files that it imports.
     """
@@ -157,7 +157,7 @@ def model_files(names: Iterable[str]) -> dict[str, str]:
 
 
 def own_architectures() -> list[str]:
-    """The architectures of this package, each in the file of its name; others come from other packages."""
+    """The architectures that this package defines, each in the file of its name, without those of other packages."""
     package = f"{_PACKAGE}.architectures."
     return [name for name, one in architectures().items() if one.layer.__module__ == package + name]
 
@@ -182,7 +182,7 @@ def _add(module: str, files: dict[str, str]) -> None:
 
 
 def _relative(node: ast.ImportFrom, files: dict[str, str]) -> list[str]:
-    """Add the modules of an import; return the lines that replace it, or none if it needs no change."""
+    """Add the modules of an import; return the lines that replace the import, or none if no change is needed."""
     package = (node.module or "").partition(".")[0]
     if package not in (_PACKAGE, *_ONLY_FOR_CHECKS):
         return []
@@ -210,7 +210,7 @@ def _path(module: str) -> Path | None:
 
 
 def _is_compiled(module: str) -> bool:
-    """True for modules with kernels, and the modules that kernels are made of."""
+    """True for modules with kernels, and for the modules of `multilin.ops.kernels`."""
     parts = module.split(".")
     is_kernel = parts[-1] == "operator" or parts[-1].partition("_")[0] in ("cpu", "gpu")
     return parts[1:2] == ["ops"] and (is_kernel or parts[2:3] == ["kernels"])

@@ -1,4 +1,4 @@
-"""In a published folder: settings without checks, and a stand-in for whatever else the folder lacks."""
+"""For published folders: settings without checks, and a stand-in for everything else that the folder lacks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
 
 
 class _Absent:
-    """Stands for types that only annotations need, and for compiled kernels; a call says why they are absent."""
+    """A stand-in for types that only annotations need, and for compiled kernels; calls say why they are absent."""
 
     def __call__(self, *arguments: Any, **options: Any) -> str:
         return "compiled kernels are part of the package multilin"

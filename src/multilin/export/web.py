@@ -1,4 +1,4 @@
-"""A folder with a page that runs an exported model in a browser, for any server of static files."""
+"""Export of a folder with a web page that runs the model in the browser, for any server of static files."""
 
 import base64
 import hashlib
@@ -59,16 +59,16 @@ def export_web(
     precision: Precision = "8bit",
     progress: Progress = no_progress,
 ) -> None:
-    """Export the model of a run with a web page that runs it, complete or not at all.
+    """Export the model of a run with a web page that runs the model; write the whole folder or nothing.
 
-    The folder's `model` is what `export_run` writes, so that `OnnxEngine` runs it too.
+    `export_run` writes the subfolder `model`, so `OnnxEngine` can run this subfolder too.
 
     Args:
         run: the model and its tokenizer.
         folder: the folder to write; serve it with `python -m http.server`, for example.
-        runtime: a folder with the files of onnxruntime-web; None fetches them from the npm registry.
-        precision: precision of the matrices in files. The browser always computes in float32, at the same speed: 8-bit
-            matrices are a quarter as large, and are expanded when the page loads.
+        runtime: a folder with the files of onnxruntime-web; None fetches these files from the npm registry.
+        precision: precision of the matrices in files. 8-bit matrices are a quarter as large, and are expanded when the
+            page loads: the browser always computes in float32, at the same speed.
         progress: see `export_run`.
 
     Raises:
@@ -90,7 +90,7 @@ def export_web(
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Check that the page makes the same tokens and the same text as the tokenizer.
+    """Check that the page can make the same tokens and the same text as the tokenizer.
 
     Raises:
         InputError: the tokenizer has a part that the page lacks.
@@ -127,10 +127,10 @@ def _matches_nothing(pattern: str) -> bool:
 
 
 def stored_in_bytes(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
-    """Store large arrays as int8 with a float32 scale for every BLOCK numbers; nodes of the graph expand them again.
+    """Store large arrays as int8 with a float32 scale for every BLOCK numbers; nodes of the graph expand the arrays.
 
-    Blocks lie along the axis that products sum over. Runtimes may expand the arrays once, when they load, or in every
-    product. With float32 the graph stays as it is.
+    Blocks lie along the axis over which products sum. Runtimes may expand the arrays once, at loading, or in every
+    product. With float32, the graph does not change.
     """
     if precision == "float32":
         return graph
@@ -164,7 +164,7 @@ def stored_in_bytes(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelP
 
 
 def read_runtime(folder: Path) -> dict[str, bytes]:
-    """The runtime's files from a folder, an unpacked npm package or the `runtime` of an earlier export.
+    """Read the runtime's files from a folder: an unpacked npm package, or the `runtime` of an earlier export.
 
     Raises:
         InputError: a file is missing or of another version.
@@ -180,10 +180,10 @@ def read_runtime(folder: Path) -> dict[str, bytes]:
 
 
 def fetch_runtime() -> dict[str, bytes]:
-    """The runtime's files from the npm registry that npm's settings name.
+    """Fetch the runtime's files from the npm registry that npm's settings name.
 
     Raises:
-        InputError: the package cannot be fetched, or is not the one whose checksum is known here.
+        InputError: the package cannot be fetched, or its checksum differs from the expected checksum.
     """
     url = f"{_registry().rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{RUNTIME_VERSION}.tgz"
     with (

@@ -1,4 +1,4 @@
-"""The weights of both graphs in one file, equal tensors only once; and their rounding to 8 or 4 bits."""
+"""One file for the weights of both graphs, which stores equal tensors once; and rounding of weights to 8 or 4 bits."""
 
 import hashlib
 import logging
@@ -24,7 +24,7 @@ Precision = Literal["float32", "8bit", "4bit"]
 
 
 class WeightFile:
-    """Writes the large tensors of graphs into one file beside them.
+    """A writer of the large tensors of graphs into one file beside the graphs.
 
     Args:
         folder: the folder of the graphs.
@@ -35,7 +35,7 @@ class WeightFile:
         (folder / WEIGHTS).write_bytes(b"")
 
     def save(self, graph: onnx.ModelProto, name: str) -> None:
-        """Write a graph, and its tensors of at least SMALLEST bytes into the file of weights."""
+        """Write a graph; write its tensors of at least SMALLEST bytes into the file of weights."""
         with (self.folder / WEIGHTS).open("ab") as file:
             for tensor in graph.graph.initializer:
                 content = numpy_helper.to_array(tensor).tobytes() if not tensor.raw_data else tensor.raw_data
@@ -80,7 +80,7 @@ def rounded(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
 
 @contextmanager
 def _logging_as_it_is() -> Iterator[None]:
-    """Restore the root logger after the block: importing ONNX Runtime's tools makes it print all messages."""
+    """Restore the root logger after the block: importing ONNX Runtime's tools makes the logger print all messages."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

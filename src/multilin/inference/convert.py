@@ -32,7 +32,7 @@ PACKAGE_NAMES = {
 
 
 def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
-    """Our config for a FastformerLMConfig: stabilizer "head_norm", the listed windows, a tied output with a bias.
+    """Make our config from a FastformerLMConfig: stabilizer "head_norm", the listed windows, a tied output with a bias.
 
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
@@ -43,7 +43,7 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
 
 
 def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
-    """Our config for a LeapConfig; with the field `rescale` it comes from release 1.0.1, else from later code.
+    """Make our config from a LeapConfig; one with the field `rescale` comes from release 1.0.1, others from later code.
 
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.
@@ -55,7 +55,7 @@ def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
 def _our_config(
     architecture: str, values: Mapping[str, Any], heads: str, options: dict[str, Any], **fields: Any
 ) -> MultilinConfig:
-    """Our config from the fields that both packages have; `heads` names the field with the number of heads."""
+    """Make our config from the fields that both packages have; `heads` names the field with the number of heads."""
     for name in ("hidden_size", "vocab_size", "n_layer", "n_positions", heads):
         if name not in values:
             raise InputError(f"config.json: {name}: missing")
@@ -75,7 +75,7 @@ def _our_config(
 
 
 def our_name(name: str) -> str:
-    """Our name for a parameter of the packages.
+    """Return multilin's name for a parameter of the packages.
 
     Raises:
         InputError: the packages have no such parameter.
@@ -87,7 +87,7 @@ def our_name(name: str) -> str:
 
 
 def our_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a package under our names; older versions of fastformerLM have three separate projections."""
+    """A package's state dict under our names, also from older fastformerLM versions with three projections."""
     weights = dict(weights)
     for name in [name for name in weights if name.endswith(".Wquery.weight")]:
         parts = [name.replace("Wquery", part) for part in ("Wquery", "Wkeys", "Wvalues")]

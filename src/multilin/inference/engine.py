@@ -1,4 +1,4 @@
-"""The interface between generation and a model: read tokens into a state; save and load states."""
+"""The interface between generation and a model, which reads tokens into a state, and saves and loads states."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,8 +12,8 @@ class Engine(Protocol):
 
     A state is made by `new_state` or `restore` and has one row per sequence; rows may have read different numbers of
     tokens. If the engine keeps states, `state.select(rows)` copies these rows in this order, also a row several times;
-    `state.join(other)` appends the rows of another state, which must not be used afterwards; and `state.leave(row)`
-    removes a row and returns it as a separate state, and the last row takes its place.
+    `state.join(other)` appends the rows of another state, which must not be used afterwards; `state.leave(row)` removes
+    a row, returns it as a separate state, and puts the last row in the free place.
 
     name: name of the engine, for messages.
     kind: `model_type` of config.json.
@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Tokens read by each row; a state that has read nothing may list no rows."""
 
     def save(self, state: Any) -> StateContents:
-        """A copy of the state as the content of a file; the caller adds unread tokens and random numbers."""
+        """A copy of the state as a file's content; the caller adds unread tokens and random numbers."""
 
     def restore(self, contents: StateContents) -> Any:
-        """The state from the result of `save`, of this engine or another engine with the same model."""
+        """Make a state from the result of `save` of this engine or of another engine with the same model."""

@@ -19,8 +19,8 @@ class Sequence:
     """A generated sequence with its state, which `generate` can continue.
 
     state: engine state of one row.
-    unread_ids: tokens of the sequence that the model has not read yet: normally the last one generated, or several
-        that form one character or may begin a stop string.
+    unread_ids: tokens of the sequence that the model has not read yet: normally the last generated token, or several
+        tokens that form one character or may begin a stop string.
     numbers: the generator of random numbers for sampling; None makes a new generator.
     """
 
@@ -76,7 +76,7 @@ def generate(
 ) -> Continuation:
     """Generate text after a prompt, or continue a sequence, with any engine.
 
-    Without a seed, a sequence continues its own random numbers: several calls give the same tokens as one long call.
+    Without a seed, a sequence continues its random numbers: several calls give the same tokens as one long call.
 
     Args:
         engine: runs the model.
@@ -88,8 +88,8 @@ def generate(
         echo: give `write` the prompt first.
 
     Raises:
-        InputError: prompt and new tokens are longer than the model can read, nothing to read, or settings that would be
-            ignored.
+        InputError: prompt and new tokens are longer than the model can read, there is nothing to read, or a setting
+            would be ignored.
     """
     check_settings(settings, engine.vocab_size)
     goes_on = sequence is not None and engine.keeps_states
@@ -165,7 +165,7 @@ def continue_file(
 def _tokens(
     engine: Engine, codec: TextCodec, sequence: Sequence, prompt_ids: list[int], settings: GenerationSettings, most: int
 ) -> Iterator[int]:
-    """At most `most` new tokens, one by one; `sequence` is updated before each is yielded."""
+    """Yield at most `most` new tokens, one by one; `sequence` is updated before each token is yielded."""
     assert sequence.numbers is not None
     ids, seen = prompt_ids, dict.fromkeys(prompt_ids, 0)
     for _ in range(most):
@@ -198,13 +198,11 @@ def check_unused(settings: GenerationSettings) -> None:
         value = getattr(settings, name)
         if value != getattr(DEFAULTS, name):
             other = f"num_beams: {settings.num_beams}" if settings.num_beams > 1 else "temperature: 0"
-            raise InputError(
-                f"{name}: {value} given together with {other}, which does not use it; leave one of them out"
-            )
+            raise InputError(f"{name}: {value} given together with {other}, which ignores {name}; leave one out")
 
 
 def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start: bool) -> list[int]:
-    """The tokens to read first: the start of a text, or the unread tokens of a sequence; then the prompt."""
+    """The tokens to read first: the start token of a text or the unread tokens of a sequence, then the prompt."""
     ids = codec.encode(prompt, is_start=True) if is_start and not unread_ids else codec.encode_more(prompt)
     if not unread_ids and not ids:
         raise InputError("prompt: none given, and the state has no token left to read; give a text to continue")
@@ -215,7 +213,7 @@ def count_new_tokens(
     num_before: int, given: int | None, limit: int | None, *, default: int = DEFAULT_NEW_TOKENS,
     field: str = "max_new_tokens",
 ) -> int:  # fmt: skip
-    """The number of tokens to generate at most: `given`, or else `default`, or fewer if the model has no room for them.
+    """The most tokens to generate: `given`, or else `default`, or fewer than `default` if the model has less room.
 
     Args:
         num_before, limit, field: as for `check_length`, which raises the errors.
@@ -229,7 +227,7 @@ def count_new_tokens(
 
 
 def check_length(num_before: int, num_new: int, limit: int | None, field: str = "max_new_tokens") -> None:
-    """Refuse more tokens than the model can read; transformers' own models fail late or read on past their limit.
+    """Refuse more tokens than the model can read; transformers' models fail late or read beyond their limit.
 
     Args:
         num_before: tokens of the text before the new ones.

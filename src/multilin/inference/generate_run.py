@@ -23,7 +23,7 @@ def generate_text(
     write: Callable[[str], object] | None = None,
     echo: bool = False,
 ) -> Continuation:
-    """Generate text after a prompt with a run; `multilin.inference.generate.generate` takes any engine.
+    """Generate text after a prompt with the model of a run; `multilin.inference.generate.generate` takes any engine.
 
     Beam search writes the text when the search has ended.
 

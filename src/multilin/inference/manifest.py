@@ -18,13 +18,13 @@ GRAPHS = ("step.onnx", "prompt.onnx")
 class Manifest:
     """The inputs, outputs and files of an exported model, as its manifest.json lists them.
 
-    model_hash: `multilin.inference.snapshot.model_hash`, by which state files know their model.
+    model_hash: the model's `multilin.inference.snapshot.model_hash`, which its state files contain.
     architectures: the architectures of the layers.
     precision: the precision of the matrices: float32, 8bit or 4bit.
     vocab_size, n_positions: V, and the number of tokens of the longest text, None for no limit.
     end_id, pad_id: the token that begins and ends a text, and the token of padding.
     eos_id: another token that ends a text, if there is one.
-    prompt_columns: tokens that prompt.onnx reads at once.
+    prompt_columns: number of tokens of each row that prompt.onnx reads at once.
     state: descriptions of the state's tensors.
     source: SHA-256 of the files that the model was exported from.
     files: SHA-256 of the files beside the manifest.
@@ -46,7 +46,7 @@ class Manifest:
 
 
 def graph_tensors(state: Sequence[StateTensor]) -> list[StateTensor]:
-    """The tensors of a state that graphs take and return: all but the numbers and hashes of the tokens read."""
+    """The tensors of a state that graphs take and return: all except the numbers and hashes of the tokens read."""
     return [about for about in state if about.kind != "count" and not about.name.startswith("embedding.")]
 
 

@@ -85,7 +85,7 @@ class OnnxState:
         return tensors
 
     def add(self, ids: NDArray[np.int64], counts: NDArray[np.int64], new: Sequence[NDArray[Any]]) -> None:
-        """Add what a graph returned for the first `counts` tokens of each row: new slots of rings, new summaries."""
+        """Add a graph's results for the first `counts` tokens of each row: new slots of rings, and new summaries."""
         for one, tensor in zip(self.about, new, strict=True):
             if one.is_ring:
                 self._write(one, tensor, counts)
@@ -108,7 +108,7 @@ class OnnxState:
             ring[row, np.arange(begin + first, begin + count) % num_slots] = new[row, first:count]
 
     def grow(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens in each ring, at most for the tokens that a full ring keeps."""
+        """Make room for `num_tokens` tokens in each ring, but at most for as many tokens as a full ring keeps."""
         for one, tensor in self._rings():
             axis = _slot_axis(one)
             if tensor.shape[axis] >= min(num_tokens, one.shape[0]):
@@ -129,7 +129,7 @@ class OnnxState:
         return OnnxState(self.about, {name: numbers[index] for name, numbers in self.embedding.items()}, tensors)
 
     def join(self, other: "OnnxState") -> None:
-        """Append the rows of another state; rings with spare rows copy only the new rows."""
+        """Append the rows of another state; if a ring has spare rows, only the new rows are copied."""
         num_slots = max((ring.shape[_slot_axis(one)] for s in (self, other) for one, ring in s._rings()), default=0)
         self.grow(num_slots)
         other.grow(num_slots)
@@ -161,7 +161,7 @@ class OnnxState:
         return left
 
     def _shrink(self) -> None:
-        """Remove the slots of rings beyond the tokens of the longest row that is left."""
+        """Remove the slots that the longest remaining row does not need from rings."""
         num_tokens = max(int(self.num_read.max(initial=0)), 1)
         for one, tensor in self._rings():
             ring, num_slots = _slots_first(tensor, one), _num_slots(one, num_tokens)
@@ -170,7 +170,7 @@ class OnnxState:
                 self.room.pop(one.name, None)
 
     def _in_order(self, about: StateTensor) -> NDArray[Any]:
-        """A ring as it is in PyTorch: the last tokens in order, or each token in the slot of its position."""
+        """A ring in PyTorch's form: the last tokens in order, or each token in the slot of its position."""
         ring = _slots_first(self.tensors[about.name], about)
         number = np.arange(about.shape[0])[None] + np.zeros((len(ring), 1), np.int64)
         if about.kind == "window":
@@ -216,7 +216,7 @@ class OnnxEngine:
         return StateOwner(self.manifest.model_hash, self.vocab_size, self.longest_text, self.manifest.state)
 
     def _graph(self, name: str) -> onnxruntime.InferenceSession:
-        """A graph, loaded for as many threads as there are free cores; a loaded graph keeps this number."""
+        """A graph, loaded for as many threads as there are free cores; a loaded graph keeps its number of threads."""
         threads, free = self.num_threads, free_cores()
         if free < min(threads or free + 1, available_cores()):
             threads = 1 << (free.bit_length() - 1)  # powers of two, so that few copies are loaded
@@ -308,12 +308,12 @@ def _slot_axis(about: StateTensor) -> int:
 
 
 def _slots_first(tensor: NDArray[Any], about: StateTensor) -> NDArray[Any]:
-    """A view (rows, slots, ...) of a ring of the graphs, and the other way round."""
+    """Turn a ring as graphs have it into a view (rows, slots, ...), or such a view into a ring."""
     return tensor.swapaxes(1, 2) if about.is_multiplied else tensor
 
 
 def _num_slots(about: StateTensor, num_tokens: int) -> int:
-    """The number of slots that a ring needs for `num_tokens` tokens, at most the number of a full ring."""
+    """The number of slots that a ring needs for `num_tokens` tokens, at most the slots of a full ring."""
     return min(max(FEWEST_SLOTS, 1 << (num_tokens - 1).bit_length()), about.shape[0])
 
 

@@ -1,10 +1,10 @@
-"""All-linear models as one linear map; and rollouts, which feed raw outputs back as inputs, computed in parallel.
+"""All-linear models as one linear map, and rollouts computed in parallel: raw outputs are fed back as inputs.
 
 H is the head, W^T the embedding; F and C are the products of all layers' maps over features and over positions:
 
     O_n = H F W^T sum_{j<=n} C[n, j] t_j + b_n = Q sum_{j<=n} C[n, j] t_j + b_n        t_{n+1} = O_n after the prompt
 
-Let the rows of T be the vectors fed back, and the rows of S the parts of them that come from prompt and biases. Let L
+Let the rows of T be the vectors fed back, and the rows of S their parts that come from prompt and biases. Let L
 be the part of C between vectors fed back, shifted down by one row. Then
 
     T = S + L T Q^T = sum_p L^p S (Q^T)^p = (1 + X) (1 + X^2) (1 + X^4) ... S        X S = L S Q^T,   L^N = 0
@@ -43,7 +43,7 @@ LinearMap = tuple[Tensor, Tensor, Tensor]
 class Composed(NamedTuple):
     """A whole model: logits at t = Q sum_{j<=t} C[t, j] onehot(token_j) + b_t, in float64.
 
-    tokens: Q (V, V), column u is what token u adds to the logits. mixing: C (n_ctx, n_ctx), a lower triangle.
+    tokens: Q (V, V); token u adds column u to the logits. mixing: C (n_ctx, n_ctx), a lower triangle.
     bias: b (n_ctx, V).
     """
 
@@ -68,7 +68,7 @@ class Composed(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """The model in D dimensions: z = into t, O_n = head (features sum_j C[n, j] z_j + offset_n) + bias."""
+    """The model in D dimensions, where z = into t and O_n = head (features sum_j C[n, j] z_j + offset_n) + bias."""
 
     into_DV: Tensor
     mixing_NN: Tensor
@@ -85,7 +85,7 @@ def compose(model: MultilinForCausalLM) -> Composed:
     Raises:
         InputError: a part of the model is not linear.
 
-    Cost: V^2 numbers for Q.
+    Cost: memory for the V^2 numbers of Q.
     """
     factors = _factor(model, torch.float64)
     tokens_VV = factors.head_VD @ (factors.features_DD @ factors.into_DV)
@@ -99,17 +99,17 @@ def rollout(model: MultilinForCausalLM, prompt: Int[Tensor, "B T"], num_steps: i
     Args:
         model: an all-linear model.
         prompt: (B, T) token ids, read as one-hot vectors.
-        num_steps: N, vectors to produce; the first is the output at the prompt's last token.
+        num_steps: N, the number of output vectors; the first is the output at the prompt's last token.
 
     Returns:
-        (B, N, V), in the model's dtype, float32 at least. A model in float64 takes twice the time of one in float32 and
+        (B, N, V), in the model's dtype, float32 at least. With a model in float64, the rollout takes twice the time and
         agrees with the recurrence to about 1e-14 instead of 1e-6 (untrained weights, 256 outputs).
 
     Raises:
-        InputError: a model that is not linear, no prompt or step, tokens that are not in the vocabulary, or more
+        InputError: a model that is not linear, no prompt, no step, tokens that are not in the vocabulary, or more
             positions than the model has.
 
-    Cost: log2 N products of N^2 and D^2 matrices; one of (D, V) and (V, D), one of (N, D) and (D, V).
+    Cost: log2 N products of N x N and D x D matrices; a product of (D, V) and (V, D), and one of (N, D) and (D, V).
     """
     factors = _factor(model, torch.promote_types(model.dtype, torch.float32))
     _check_request(model, prompt, num_steps, len(factors.mixing_NN))
@@ -153,7 +153,7 @@ def rollout_sequential(
 ) -> Float[Tensor, "B N V"]:
     """The same outputs as `rollout`, one step after the other through the model's layers, in the model's dtype.
 
-    Same arguments and errors as `rollout`, which is faster.
+    The arguments and errors are the same as for `rollout`, which is faster.
     """
     _check_request(model, prompt, num_steps, len(_linear_maps(model)[0][0]))
     embedding_VD = model.model.embedding.embed_tokens.weight
@@ -192,7 +192,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             kind = type(layer).__name__
             raise InputError(f"layers.{index}: {kind} given, but only linear layers can be composed and rolled out")
         if any(isinstance(part, Linear) and part.arithmetic.products == "int8" for part in layer.modules()):
-            raise InputError(f"layers.{index}: its int8 products round their inputs, so it is not a linear map")
+            raise InputError(f"layers.{index}: int8 products round their inputs, so this layer is not linear")
         with prefixed(f"layers.{index}."):
             maps.append(linear_map())
     for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
@@ -200,7 +200,7 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
     sizes = {len(over_positions) for over_positions, _, _ in maps}
     if len(sizes) != 1:
-        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have the same")
+        raise InputError(f"layers: contexts {sorted(sizes)} given, but all layers must have the same context")
     return maps
 
 
@@ -217,7 +217,7 @@ def _check_request(model: MultilinForCausalLM, prompt: Tensor, num_steps: int, n
 class Way:
     """One way of computing the outputs.
 
-    token_ids: the likeliest token of each output; text: the same, decoded.
+    token_ids: the likeliest token of each output; text: the text of these tokens.
     seconds: time for all outputs, with the model loaded and warmed up.
     """
 
@@ -232,7 +232,7 @@ class RolloutResult:
 
     num_prompt_tokens: tokens read first, the start token included.
     speedup: sequential over parallel seconds.
-    largest_difference: the largest, over the outputs, of the norm of the difference divided by the output's norm.
+    largest_difference: the largest relative difference: the norm of an output's difference over the output's norm.
     """
 
     prompt: str
@@ -284,7 +284,7 @@ def rollout_run(run: Run, prompt: str, settings: RolloutSettings) -> RolloutResu
 
 
 def _check_memory(run: Run, settings: RolloutSettings) -> None:
-    """Refuse a rollout if the memory cannot hold each layer's map over positions and the outputs of both ways."""
+    """Refuse a rollout if memory cannot hold each layer's map over positions and the outputs of both ways."""
     config, positions = run.model.config, run.longest_text or 0
     numbers = (config.num_hidden_layers + 2) * positions**2
     numbers += 2 * min(settings.num_steps, positions) * config.vocab_size
@@ -293,7 +293,7 @@ def _check_memory(run: Run, settings: RolloutSettings) -> None:
 
 
 def _time(function: Callable[[int], Tensor], num_steps: int, device: torch.device) -> tuple[Tensor, float]:
-    """The outputs and the seconds they took; a few steps before the measurement load the libraries."""
+    """Return the outputs and the time in seconds; a few steps before the measurement load the libraries."""
     function(min(num_steps, 3))
     _synchronize(device)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The choice of the next token from logits, and the random numbers for it: the same code for every engine.
+"""The choice of the next token from logits, and its random numbers; every engine uses this code.
 
 The random numbers are those of PyTorch's default generator on a CPU (Mersenne Twister); PyTorch is not imported.
 """
@@ -78,18 +78,18 @@ def choose_tokens(
 
     Steps, in this order:
 
-    1. Logits of tokens seen are divided by the repetition penalty if they are positive, else multiplied by it.
+    1. Positive logits of tokens seen are divided by the repetition penalty; their other logits are multiplied by it.
     2. The presence penalty, and the frequency penalty times the number of occurrences, are subtracted from the logits
        of tokens that were generated.
     3. The bias is added.
-    4. At temperature 0 the token with the largest logit is taken. Otherwise logits are divided by the temperature,
-       top_k, then top_p, then min_p leave out tokens, and the token is drawn from the softmax over the rest.
+    4. At temperature 0 the token with the largest logit is taken. Otherwise logits are divided by the temperature;
+       top_k, then top_p, then min_p leave out tokens; and the token is drawn from the softmax over the other tokens.
 
     Args:
         logits_BV: (B, V) logits of all tokens; changed in place.
         settings: settings of each sequence.
         seen: for each sequence, how often each of its tokens was generated; 0 for tokens that only the prompt has.
-        numbers: the random numbers of each sequence; one is used unless the sequence's temperature is 0.
+        numbers: the random numbers of each sequence; one number is used unless the sequence's temperature is 0.
     """
     for logits_V, own, own_seen in zip(logits_BV, settings, seen, strict=True):
         adjust(logits_V, own, own_seen)
@@ -131,7 +131,7 @@ def adjust(logits_V: Logits, settings: GenerationSettings, seen: Mapping[int, in
 
 
 def candidates(logits_V: Logits, settings: GenerationSettings) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The tokens that top_k, top_p and min_p leave and their probabilities, sorted if some are left out."""
+    """The tokens that top_k, top_p and min_p keep, and their probabilities; sorted if some tokens are left out."""
     top_k, top_p, min_p = settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0
     tokens = np.arange(len(logits_V))
     if 0 < top_k < len(tokens):

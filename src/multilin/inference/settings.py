@@ -1,4 +1,4 @@
-"""Settings of generation. Nothing heavy is imported here: the command line reads them before PyTorch."""
+"""Settings of generation. Nothing heavy is imported here: the command line reads settings before it loads PyTorch."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ class GenerationSettings:
     min_p: Share | None = None  # drop tokens below this share of the likeliest token's probability
     repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
     presence_penalty: Factor = 0.0  # subtracted from the logits of tokens that the new text contains
-    frequency_penalty: Factor = 0.0  # the same, for each occurrence of the token in the new text
+    frequency_penalty: Factor = 0.0  # subtracted from logits for each occurrence of the token in the new text
     logit_bias: Biases = dataclasses.field(default_factory=dict)  # numbers to add to logits, by token id
     stop: StopTexts = ()  # end before the first of these strings
     num_beams: Beams = 1  # number of beams; above 1, beam search replaces random drawing

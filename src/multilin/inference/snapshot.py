@@ -1,4 +1,4 @@
-"""Snapshots: the state of a text in one file, from which generation can be continued later."""
+"""Snapshots: the state of a text in one file, from which generation can continue later."""
 
 import json
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ from multilin.ops.ring import slots_of
 class Snapshot:
     """The state of a text and what is needed to continue it.
 
-    state: the model's state after the tokens read. It is shared, not copied: continue `state.clone()` to keep it.
-    unread_ids: tokens of the text that the model has not read yet: normally the last one generated, or the tokens of
-        its character. There is one list for each row; no list at all means that every token was read.
-    rng_state: state of torch's default CPU generator, so that sampling continues as in one run; None without sampling.
+    state: the model's state after the tokens read. The state is not copied: to keep it, continue `state.clone()`.
+    unread_ids: tokens of the text that the model has not read yet: normally the last generated token, or all tokens of
+        the last character. There is one list for each row; no list at all means that every token was read.
+    rng_state: state of torch's default CPU generator, so that sampling continues unchanged; None without sampling.
     """
 
     state: TextState
@@ -37,7 +37,7 @@ class Snapshot:
         return Snapshot(self.state.clone(), [list(row) for row in self.unread_ids], rng_state)
 
     def fork(self, num_continuations: int) -> "Snapshot":
-        """A copy with every row `num_continuations` times, to continue one text in several ways."""
+        """A copy that repeats every row `num_continuations` times, to continue one text in several ways."""
         rows = [list(row) for row in self.unread_ids for _ in range(num_continuations)]
         return Snapshot(self.state.fork(num_continuations), rows, self.rng_state)
 
@@ -52,7 +52,7 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
     """The description of this model's state files.
 
     Raises:
-        InputError: a model of another package, such as GPT-2, or a state that grows, see `state_tensors`.
+        InputError: a model of another package, such as GPT-2, or a state that grows (see `state_tensors`).
     """
     if not isinstance(model, MultilinForCausalLM):
         kind = model.config.model_type
@@ -61,7 +61,7 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
 
 
 def state_tensors(model: MultilinForCausalLM) -> list[StateTensor]:
-    """Descriptions of the tensors that the model keeps of a text of any length.
+    """Descriptions of the tensors in the model's state, the same for texts of any length.
 
     Raises:
         InputError: names, shapes or dtypes change as tokens are read, in a layer that breaks the contract.
@@ -106,7 +106,7 @@ def _shapes(tensors: list[StateTensor]) -> dict[str, str]:
 
 
 def save_snapshot(snapshot: Snapshot, path: str | Path, model: MultilinForCausalLM) -> None:
-    """Write a snapshot to one safetensors file, complete or not at all.
+    """Write a snapshot to one safetensors file; write the whole file or nothing.
 
     Raises:
         InputError: nothing was read yet, this model cannot have made the snapshot, or the path is a folder or device.

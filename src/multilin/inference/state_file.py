@@ -1,4 +1,4 @@
-"""State files: the state of sequences in one safetensors file, all of which is checked when it is read.
+"""State files: the state of sequences in one safetensors file, which is checked completely when it is read.
 
 Here a state is numpy tensors with a description of each, whichever engine computed it. Nothing heavy is imported:
 engines without PyTorch read and write the same files. `multilin.inference.snapshot` converts from and to PyTorch.
@@ -37,9 +37,9 @@ class StateTensor:
     shape: shape of one row.
     dtype: "float32", "float64" or "int64".
     kind: a "window" has the last tokens in order; "positions" has the token at position n in slot n. Both have slots
-        along the first axis; an empty slot is -inf in a tensor of logits, and 0 in others. A "summary" has no slots. A
-        "count" is the number of tokens read.
-    is_multiplied: in graphs the axis of heads comes before the axis of slots, (rows, heads, slots, ...).
+        along the first axis; an empty slot is -inf in a tensor of logits, and 0 in other tensors. A "summary" has no
+        slots. A "count" is the number of tokens read.
+    is_multiplied: whether graphs have the axis of heads before the axis of slots, (rows, heads, slots, ...).
     """
 
     name: str
@@ -79,7 +79,7 @@ class StateOwner(NamedTuple):
     hash: see `model_hash`.
     vocab_size: V.
     n_positions: tokens of the longest sequence, None for no limit.
-    tensors: descriptions of the tensors of its state.
+    tensors: descriptions of the tensors of the model's state.
     """
 
     hash: str
@@ -93,7 +93,7 @@ class StateContents:
     """The content of a state file.
 
     tensors: tensors by name, (rows, ...).
-    unread_ids: for each row its tokens that were not read yet.
+    unread_ids: for each row, the tokens that were not read yet.
     rng_state: state of PyTorch's default generator on a CPU, (5056,) uint8, or None.
     """
 
@@ -179,7 +179,7 @@ def unpack_state(data: bytes, owner: StateOwner) -> StateContents:
 
 
 def _unpack(data: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of a state file; they take no more memory than the content."""
+    """Metadata and tensors of a state file, which take no more memory than the content."""
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         metadata = dict(header.get("__metadata__") or {})

@@ -103,7 +103,7 @@ class TextCodec:
     def exclude_padding(self, logits_BV: NDArray[np.float32]) -> None:
         """Give the padding token no probability, in place: this logit was never trained.
 
-        The same holds for rows of an embedding that was padded to a round size; these rows have no token.
+        Rows that pad an embedding to a round size have no token, and also get no probability.
         """
         if not self.is_end(self.pad_id):
             logits_BV[:, self.pad_id] = -np.inf
@@ -123,7 +123,7 @@ def checked(text: str) -> str:
     """Return the text unchanged.
 
     Raises:
-        InputError: the text came from bytes which are not UTF-8.
+        InputError: the text came from bytes that are not UTF-8.
     """
     try:
         text.encode()
@@ -134,13 +134,13 @@ def checked(text: str) -> str:
 
 @dataclass
 class TextStream:
-    """Turns tokens into pieces of text that later tokens cannot change: no half characters, no part of a stop string.
+    """Turns tokens into pieces of text that later tokens cannot change, without half characters or half stop strings.
 
     All pieces together are the decoded text, without an unfinished character at its end. A later stream
     that gets these tokens as `context` gives the whole character.
 
     codec: decodes the tokens.
-    context: the tokens before the text; they decide on a space, or the rest of a character, at its beginning.
+    context: the tokens before the text; a space or the rest of a character at the text's beginning depends on them.
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
@@ -208,7 +208,7 @@ class TextStream:
         return len(self.text) + len(self._held)
 
     def begin(self, token_id: int, length: int) -> int:
-        """Where the last token's text begins: at `length`, or later if it first completes earlier broken characters."""
+        """Where the last token's text begins: at `length`, or later if it first completes an earlier character."""
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:

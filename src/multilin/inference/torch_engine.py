@@ -1,6 +1,6 @@
-"""The engine that runs a model in PyTorch: our models with our states, others with the caches of transformers.
+"""The engine that runs a model in PyTorch: our models with our states, other models with transformers' caches.
 
-On a GPU it decodes by CUDA graphs: the kernels of one token are started together instead of one by one.
+On a GPU, this engine decodes by CUDA graphs: the kernels of one token are started together instead of one by one.
 """
 
 from collections import Counter
@@ -141,8 +141,8 @@ def captured(task: Callable[[], object], device: torch.device | None = None) -> 
 class DecodingGraphs:
     """The graphs of a model, one for each number of rows that are decoded together.
 
-    Each graph reads and writes its own state. The state of a sequence is copied into it before each token and back
-    afterwards, in a few kernels: it is small. Between tokens, the caller may do anything with it.
+    Each graph reads and writes a state at fixed addresses. A few kernels copy the small state of a sequence there
+    before each token and back afterwards. Between tokens, the caller may do anything with the sequence's state.
 
     model: decodes one token of each row.
     capture: see `captured`; tests replace it where there is no GPU.
@@ -170,11 +170,11 @@ class DecodingGraphs:
 
         Returns:
             Logits (B, V), float32, overwritten by the next call with as many rows; None if the model has to be called:
-            for the first tokens, near the end of the longest text, with a large state or a recording state, and if no
-            graph can be made.
+            for the first tokens of a text, near n_positions, with a large state or a recording state, and if no graph
+            can be made.
 
         Raises:
-            InputError: the state of another model, or of another number of rows.
+            InputError: the state belongs to another model, or has another number of rows.
         """
         num_rows = len(ids_B1)
         open_state(state, self.model.model.layer_kinds, num_rows)
@@ -188,7 +188,7 @@ class DecodingGraphs:
         return graph.read(state, ids_B1)
 
     def _has_room(self, num_read_B: Tensor) -> bool:
-        """Whether every row can read as many tokens as warm-ups read."""
+        """Whether every row can read as many further tokens as the warm-up reads."""
         limit = self.model.config.n_positions
         return limit is None or int(num_read_B.max()) + WARM_UPS <= limit
 
@@ -231,7 +231,7 @@ class _Graph:
         self.replay = capture(self._decode, model.device)
 
     def _decode(self) -> None:
-        """Read `ids_B1`, and copy the state's new tensors over its old tensors, where the next token reads them."""
+        """Read `ids_B1`, and copy the new tensors of the state over the old tensors, which the next token reads."""
         before = self.state.parts
         given: dict[str, Any] = {"past_key_values": self.state, "use_cache": True, "logits_to_keep": 1}
         self.logits_BV.copy_(self.model(self.ids_B1, **given).logits[:, -1])
@@ -254,7 +254,7 @@ def _num_bytes(state: TextState) -> int:
 
 
 def _copy(targets: list[Any], sources: list[Any]) -> None:
-    """Copy every tensor of a state into its place in another state, all tensors of a dtype together."""
+    """Copy every tensor of a state into the same tensor of another state, all tensors of a dtype together."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(tensors_of(targets), tensors_of(sources), strict=True):
         if target.data_ptr() != source.data_ptr():

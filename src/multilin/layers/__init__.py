@@ -1,4 +1,4 @@
-"""The parts of architectures: layers, causal maps `y, state = layer(x, state, layout)` (see `layers.base`)."""
+"""The layers of which architectures are made: causal maps `y, state = layer(x, state, layout)` (see `layers.base`)."""
 
 from multilin.layers.base import Layer, Layout, ParameterHolder, head_width
 from multilin.layers.blocks import GeluFeedForward, ResidualBlock, TileNorm, rotary_angles, rotate, standardize

@@ -11,7 +11,7 @@ from multilin.errors import InputError
 class Layout(NamedTuple):
     """For the tokens of one call: positions, starts of texts, padding, and whether a state is needed.
 
-    positions_BT: int64, position of each token in its text, from 0; padding repeats the position before it.
+    positions_BT: int64, position of each token in its text, from 0; padding repeats the previous position.
     starts_BT: True where a text begins inside a row (packing); None if every row continues its text.
     padding_BT: True for padding; None if there is none.
     needs_state: False if the text will not be continued, so that no state is built.
@@ -42,7 +42,7 @@ class Layer(GradientCheckpointingLayer):
 class ParameterHolder(nn.Module):
     """The base class of modules that hold parameters directly; the model initialises them.
 
-    transformers initialises only modules that hold parameters directly. So these modules initialise their parameters.
+    transformers initialises only modules that hold parameters directly. So each such module draws its parameters.
     """
 
     def initialize(self, std: float) -> None:
@@ -55,7 +55,7 @@ class ParameterHolder(nn.Module):
 
 
 def head_width(hidden_size: int, num_heads: int, *, fewest: int = 1) -> int:
-    """Return the width of each head, or raise InputError if it is no whole number or is below `fewest`."""
+    """Return the width of each head, or raise InputError if the width is not an integer or is below `fewest`."""
     if hidden_size % num_heads:
         raise InputError(f"num_heads: {num_heads} given, but it must divide the hidden size {hidden_size}")
     if hidden_size // num_heads < fewest:

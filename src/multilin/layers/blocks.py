@@ -39,7 +39,7 @@ class ResidualBlock(Layer):
 
 
 class GeluFeedForward(nn.Module):
-    """A feed-forward with exact GELU, y = W_2 gelu(W_1 x), and dropout on the result.
+    """A feed-forward network with exact GELU, y = W_2 gelu(W_1 x), and dropout on the result.
 
     Args:
         hidden_size: width D of x and y; the hidden layer between is 4 D wide.
@@ -63,8 +63,8 @@ class TileNorm(nn.Module):
 
     Args:
         tile: width of a tile; None is the whole vector.
-        keeps_dtype: the result has the dtype of x also under autocast, for gradients that half precision cannot
-            hold. Otherwise the result has the dtype of autocast, for the matrix products that read it.
+        keeps_dtype: the result has the dtype of x even under autocast, for gradients that half precision cannot hold.
+            Otherwise the result has the dtype of autocast, for the matrix products that read it.
     """
 
     def __init__(self, tile: int | None = None, *, keeps_dtype: bool = False) -> None:
@@ -79,7 +79,7 @@ class TileNorm(nn.Module):
 def standardize(x: Tensor, eps: float) -> Tensor:
     """Shift and scale to mean 0 and standard deviation 1 over the last axis; eps is added to the deviation.
 
-    The divisor of the variance is n - 1. Computed in float32 or better; the result has the dtype of x.
+    The divisor of the variance is n - 1. The computation is in float32 or better; the result has the dtype of x.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(dim=-1, keepdim=True)
@@ -110,7 +110,7 @@ def rotary_angles(positions_BT: Tensor, width: int, base: float, dtype: torch.dt
 
 
 def rotate(x_BTHD: Tensor, angles: Angles) -> Tensor:
-    """Rotate the pairs of each head by the angles, so that dot products of two positions depend on their distance only.
+    """Rotate the pairs of each head by the angles: dot products of two positions then depend only on their distance.
 
     Args:
         x_BTHD: (B, T, H, D); D is even, and a multiple of 64 if it is above 64.

@@ -1,4 +1,4 @@
-"""Matrices of layers, and the arithmetic that multiplies with them: floats, or int8."""
+"""Matrices of layers, and the arithmetic of their products: floats or int8."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Linear(nn.Linear):
     """PyTorch's Linear, which can also compute in int8 or with rounded weights; see `set_arithmetic`.
 
     `hold_int8` replaces the weight by int8 values and a scale, `weight_int8` and `weight_scale`: buffers, which are
-    saved with the model and cannot be trained. `follow_int8` keeps the parameter beside them, for gradients.
+    saved with the model and cannot be trained. `follow_int8` keeps the parameter beside int8 values, for gradients.
 
     Args:
         in_features, out_features, bias: as for PyTorch's Linear.
@@ -56,7 +56,7 @@ class Linear(nn.Linear):
         return Rounded(self.weight_int8, self.weight_scale)
 
     def multiply(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        """factor * W x + bias; (..., n) to (..., m)."""
+        """Return factor * W x + bias, (..., m), for x of shape (..., n)."""
         if self.arithmetic.products == "int8":
             return int8_linear(x, self.matrix(), self.bias, factor=factor, **self._rounding())
         weight = self.float_matrix(x.dtype)
@@ -70,7 +70,7 @@ class Linear(nn.Linear):
         return result.view(*x.shape[:-1], len(weight))
 
     def multiply_pairs(self, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
-        """factor * W p + bias, with p the block outer product of (..., N, K) and (..., N, J); to (..., m)."""
+        """Return factor * W p + bias, (..., m), for the block outer product p of (..., N, K) and (..., N, J)."""
         shape = (-1, *left.shape[-2:], right.shape[-1])
         if self.arithmetic.products == "int8":
             rounding = self._rounding()
@@ -114,9 +114,9 @@ class Linear(nn.Linear):
         self._register(rounded)
 
     def follow_int8(self, rounded: Rounded) -> None:
-        """Multiply with these int8 values, whose floats are kept on another device.
+        """Multiply with these int8 values; the floats are kept on another device.
 
-        The parameter still gets the gradient for the floats, but its numbers are no longer read.
+        The parameter still gets the gradient of the floats, but the parameter's numbers are no longer read.
         """
         self.arithmetic = dataclasses.replace(self.arithmetic, stored_as_int8=True)
         self._register(rounded)
@@ -130,14 +130,14 @@ def is_unwrapped(module: nn.Module) -> bool:
     """True if a call of the module only runs the `forward` of its class.
 
     False if there are hooks, or if `forward` was replaced, as accelerate does to fetch weights from another device. The
-    class must be checked too, because an adapter around a module has another class.
+    caller must check the class too, because an adapter around a module has another class.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return "forward" not in vars(module) and not any(hooks)
 
 
 def weight_of(module: nn.Module, like: Tensor) -> Tensor:
-    """The matrix (m, n) of a Linear without bias; with an adapter around it, their combined matrix.
+    """The matrix (m, n) of a Linear without bias; for an adapter around a Linear, the combined matrix of both.
 
     Args:
         module: PyTorch's Linear, or an adapter around it.
@@ -152,7 +152,7 @@ def multiply_scaled(module: nn.Module, x: Tensor) -> Tensor:
     """Compute W x / sqrt(width of x), which keeps the variance of x if the weights have unit variance.
 
     Args:
-        module: a Linear, or an adapter around it, which is then called.
+        module: a Linear; or an adapter around a Linear, which is then called.
         x: (..., n).
 
     Returns:
@@ -168,7 +168,7 @@ def multiply_pairs(module: nn.Module, left: Tensor, right: Tensor, *, scaled: bo
     """Compute W p, where p holds the products of all pairs in each block, p[n, k, j] = left[n, k] right[n, j].
 
     Args:
-        module: a Linear with N K J inputs, or an adapter around it, which is then called with p.
+        module: a Linear with N K J inputs; or an adapter around a Linear, which is then called with p.
         left: (..., N, K).
         right: (..., N, J).
         scaled: divide by sqrt(N K J).
@@ -195,7 +195,7 @@ def set_arithmetic(layers: nn.Module, arithmetic: Arithmetic) -> None:
     """
     for module in matrix_modules(layers):
         if module.arithmetic.stored_as_int8 and not arithmetic.stored_as_int8:
-            raise InputError("stored_as_int8: False given, but this model's weights are int8 and their floats are gone")
+            raise InputError("stored_as_int8: False given, but this model has only int8 weights, without floats")
         if arithmetic.stored_as_int8 and not module.arithmetic.stored_as_int8:
             module.arithmetic = arithmetic
             module.hold_int8()

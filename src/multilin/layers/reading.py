@@ -1,4 +1,4 @@
-"""Modules in which positions read each other. They call ops with the layout, and can record their weights."""
+"""Modules in which positions read each other; they call ops with the layout and can record the weights of reading."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ from multilin.ops.windowed_attention import WindowedAttentionState, windowed_att
 
 
 class Reading(NamedTuple):
-    """The weights with which each position of a text reads tokens, its own and earlier ones.
+    """The weights with which each position of a text reads its own token and earlier tokens.
 
-    meaning: a sentence or two that say what a weight is.
-    weights_BHTS: (B, H, T, T) weight of token s for position t, 0 if it is not read; H is 1 without heads.
-    nearest, farthest: smallest and largest distance t - s that is read; farthest None reads to the start of the text.
+    meaning: one or two sentences that say what a weight is.
+    weights_BHTS: (B, H, T, T) weight of token s for position t, 0 if t does not read s; H is 1 without heads.
+    nearest, farthest: smallest and largest distance t - s that is read; farthest None: back to the text's start.
     own_BHT: (B, H, T) weight of an extra term for the position's own token; None without such a term.
-    null_BHT: (B, H, T) weight that is given to no token; None without such a term.
-    is_share: whether the weights of a position are nonnegative and sum to 1, own and null included.
+    null_BHT: (B, H, T) weight that belongs to no token; None without such a term.
+    is_share: whether the weights of a position, including own and null, are nonnegative and sum to 1.
     """
 
     meaning: str
@@ -37,7 +37,7 @@ class Reader(nn.Module):
     """The base class of modules in which positions read each other; it records the weights for `explain`.
 
     The methods below call ops: they take padding and the starts of texts from the layout, build no state if none is
-    needed, and record the weights. A module that calls another op does all this itself, and calls `record`.
+        needed, and record the weights. A module that calls another op must do all this itself, and call `record`.
     """
 
     _recorder: Callable[[Reading], None] | None = None
@@ -81,11 +81,11 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
     (weights_BHTS, own_BHT), window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
     among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
     meaning = (
-        f"A weight is the token's share in the mean over {among}: its importance, the same at every position, "
-        "divided by the sum of the importances of the tokens read"
+        f"A weight is the token's share in the mean over {among}: its importance, which is the same at every "
+        "position, divided by the sum of the importances of the tokens read"
     )
     if own_BHT is not None:
-        meaning += "; the own term is the share of the position's own token, which is added to this sum once more"
+        meaning += ". The own term is the share of the position's own token, which is counted a second time in this sum"
     farthest = None if window is None else window - 1
     null_BHT = None if options.get("null_logit") is None else _missing(weights_BHTS)
     return Reading(f"{meaning}.", weights_BHTS, 0, farthest, own_BHT, null_BHT)
@@ -95,11 +95,11 @@ def _read_window(queries_BTHD: Tensor, keys_BTHD: Tensor, options: dict[str, Any
     weights_BHTS, window = windowed_attention_weights(queries_BTHD, keys_BTHD, **options), options["window"]
     null_BHT = _missing(weights_BHTS) if options.get("null_key") else None
     meaning = (
-        f"A weight is the token's share in the head's attention to the {plural(window, 'token')} before the position, "
-        "the decay over distance included"
+        f"A weight is the token's share in the head's attention to the {plural(window, 'token')} before the position. "
+        "It includes the decay over distance"
     )
     if null_BHT is not None:
-        meaning += "; the weight of the null key belongs to no token"
+        meaning += ". The weight of the null key belongs to no token"
     return Reading(f"{meaning}.", weights_BHTS, min(window, 1), window, null_BHT=null_BHT)
 
 
@@ -112,8 +112,8 @@ def _missing(weights_BHTS: Tensor) -> Tensor:
 def record_readings(layers: nn.Module) -> Iterator[list[tuple[str, Reading]]]:
     """Collect the name and reading of every Reader in the layers, in the order in which they run.
 
-    The layers must be called at the start of a text. Their outputs do not change: the weights are computed again,
-    from the arguments of the ops.
+    The layers must be called at the start of a text. Their outputs do not change, because the weights are computed
+    again from the arguments of the ops.
     """
     readings: list[tuple[str, Reading]] = []
     readers = [(name, module) for name, module in layers.named_modules() if isinstance(module, Reader)]

@@ -1,4 +1,4 @@
-"""A convolution over the last few tokens, each channel by itself."""
+"""A convolution over the last few tokens, separately for each channel."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ WHOLE = (2**31, 2**31)  # on other devices, which need large pieces of work
 class ShortConvolution(ParameterHolder):
     """A causal convolution per channel over K tokens, y_t = sum_{i < K} w_{K-1-i} * x_{t-i}, without bias.
 
-    Inputs before the text count as 0, and so does padding, which keeps its place between tokens. Computed in float32 or
-    better. The state is the last K - 1 inputs (B, K - 1, D) up to the last token of each row, 0 where there is none.
+    Inputs before the text and padding count as 0; padding keeps its place between tokens. Computed in float32 or
+    better. The state is the last K - 1 inputs (B, K - 1, D) up to the last token of each row, 0 for missing inputs.
 
     Args:
         width: D.
@@ -91,7 +91,7 @@ def _convolve(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
 
 
 def _add_shifted(inputs_BSD: Tensor, weight_KD: Tensor) -> Tensor:
-    """The convolution for GPUs: cuDNN is many times slower, and the compiler makes one kernel of these operations."""
+    """The convolution for GPUs: the compiler makes one kernel of these operations, many times faster than cuDNN."""
     num_time = inputs_BSD.shape[1] - len(weight_KD) + 1
     y_BTD = inputs_BSD[:, :num_time] * weight_KD[0]
     for tap, weight_D in enumerate(weight_KD[1:], start=1):
@@ -117,7 +117,7 @@ def _restart(y_BTD: Tensor, inputs_BSD: Tensor, weight_KD: Tensor, text_BS: Tens
 
 
 def _last_inputs(inputs_BSD: Tensor, text_BS: Tensor | None, padding_BT: Tensor | None, num_before: int) -> Tensor:
-    """A copy of the last inputs of each row up to its last token, with 0 for inputs of earlier texts."""
+    """A copy of each row's last inputs up to the row's last token, with 0 for inputs of earlier texts."""
     num_batch, num_all = inputs_BSD.shape[:2]
     index_BS = torch.arange(num_all - num_before, num_all, device=inputs_BSD.device).expand(num_batch, -1)
     if padding_BT is not None:

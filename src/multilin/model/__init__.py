@@ -1,4 +1,4 @@
-"""The model: config, language model and state. The import registers all models with transformers' Auto classes."""
+"""The model: config, language model and state. Importing this registers all models with transformers' Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES

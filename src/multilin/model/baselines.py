@@ -1,4 +1,4 @@
-"""GPT-2 and Llama with two options of multilin's models, to find why models differ in quality.
+"""GPT-2 and Llama with two options of multilin's models, to find out why models differ in quality.
 
 With `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, for Llama only,
 every product is lin(W, x) = W x / sqrt(width of x), so that weights of unit variance keep the variance of x, and the
@@ -73,7 +73,7 @@ class ScaledLlama(_Biased, LlamaForCausalLM):
                 module.register_forward_pre_hook(_scale_input)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Resize as transformers does. This may create a new head, whose input is then scaled too."""
+        """Resize the embeddings as transformers does; the input of a new head is scaled too."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         if self.config.unit_variance:
             self._scale_inputs()
@@ -88,7 +88,7 @@ def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def attend_without_mask(model: PreTrainedModel) -> None:
     """Let a compiled GPT-2 or Llama use PyTorch's causal attention without a mask; other models stay as they are.
 
-    For a compiled model, transformers makes a T x T mask, because it cannot check whether position_ids mark
+    For a compiled model, transformers makes a T x T mask, because compiled code cannot check whether position_ids mark
     packed texts. With a mask, attention takes three times as long. After this call, the compiled model must not get
     position_ids of packed texts.
     """

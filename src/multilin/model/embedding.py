@@ -17,11 +17,11 @@ HASH_MASK = 2**63 - 1
 
 
 class EmbeddingState(NamedTuple):
-    """The number and the hash of the tokens that each row has read; all fields are (B,) int64.
+    """The number and the hash of the tokens that each row has read; every field is int64 of shape (B,).
 
     num_read_B: number of tokens of the current document.
     document_B: number of the current document in document_ids.
-    hash_B: hash of the document's token ids, see `hash_tokens`.
+    hash_B: hash of the token ids of the current document, see `hash_tokens`.
     """
 
     num_read_B: Tensor
@@ -30,7 +30,7 @@ class EmbeddingState(NamedTuple):
 
 
 class TokenEmbedding(nn.Module):
-    """x_t = token embedding + embedding of the position, if positions are learned; dropout in training."""
+    """x_t = token embedding, plus position embedding if positions are learned; with dropout in training."""
 
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TokenEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """Map (B, T) ids, or (B, T, D) embeddings instead, to (B, T, D)."""
+        """Map ids (B, T), or token embeddings (B, T, D), to (B, T, D)."""
         x_BTD = self.embed_tokens(tokens) if tokens.ndim == 2 else tokens.to(self.embed_tokens.weight.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
@@ -131,7 +131,7 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
 
 
 def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = None) -> Tensor:
-    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^63; splits of the text do not change it.
+    """Polynomial hash of token ids, h <- HASH_FACTOR h + id + 1 modulo 2^63, the same for every split of the text.
 
     Args:
         input_ids: (B, T) int64 ids.

@@ -1,4 +1,4 @@
-"""transformers' generate(), extended: it can start from a state, and so continue a text any number of times."""
+"""An extension of transformers' generate(), which can start from a state, and so continue a text many times."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ Settings = Sequence[GenerationConfig | None]
 class StatefulGenerationMixin(GenerationMixin):
     """Let generate() start from a given state, without changing this state.
 
-    transformers recognises models that can generate by the end of the name of this class.
+    transformers recognises models that can generate by the end of this class's name, GenerationMixin.
     """
 
     config: MultilinConfig
@@ -47,19 +47,19 @@ class StatefulGenerationMixin(GenerationMixin):
         """transformers' generate (greedy, sampling, beams, assistants), at the start of a text or from a state.
 
         With `past_key_values=state`, `inputs` are the whole text, including the part that the state has read, as in
-        transformers. The given state is not changed, so it can be continued many times.
+        transformers. The given state is not changed, so you can continue this state many times.
         `return_dict_in_generate=True` also returns the state at the end.
 
         Args:
-            inputs: (B, T) token ids; without them, the start token.
+            inputs: (B, T) token ids; None begins with the start token.
             generation_config: transformers' settings; single settings may be given by name.
             new_tokens_only: `inputs` are the tokens after those that the state has read.
             kwargs: further arguments of transformers' generate.
 
         Raises:
-            InputError: a text that does not begin with the tokens that the state has read, prompt and new tokens
-                together longer than the model can read, no token at all, a cache of another kind, or a mode of
-                generation that transformers no longer has.
+            InputError: a text that does not begin with the tokens that the state has read, more tokens (prompt and new)
+                than the model can read, no token at all, a cache of another kind, or a mode of generation that
+                transformers no longer has.
         """
         settings = (generation_config, self.generation_config)
         _refuse_other_modes(settings, kwargs)
@@ -92,14 +92,14 @@ class StatefulGenerationMixin(GenerationMixin):
         return super().generate(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Refuse `generate_batch`, which pages keys and values; a state has none."""
+        """Refuse `generate_batch`, which pages keys and values: a state has no keys and values."""
         raise InputError(
             "generate_batch: a multilin model has no keys and values to page; use generate(), or `multilin serve` for "
             "requests that come and go"
         )
 
     def _given_tokens(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
-        """The tokens to begin with and the name of their argument; None if there are no columns."""
+        """The tokens to begin with and the name of their argument; None if there are no tokens."""
         given = {"inputs_embeds": kwargs.get("inputs_embeds"), "input_ids": inputs}
         if inputs is None:
             given["input_ids"] = kwargs.get("input_ids")
@@ -111,7 +111,7 @@ class StatefulGenerationMixin(GenerationMixin):
         return "input_ids", None
 
     def _open_state(self, name: str, tokens: Tensor | None, kwargs: dict[str, Any], new_tokens_only: bool) -> TextState:
-        """A copy of the given state, or a new one; its `num_columns` counts the columns of `tokens` it has read."""
+        """A copy of the given state, or a new state; its `num_columns` counts the columns of `tokens` already read."""
         given, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         num_batch = 1 if tokens is None else len(tokens)
         state = open_state(given, self.config.layer_kinds, num_batch)
@@ -128,7 +128,7 @@ class StatefulGenerationMixin(GenerationMixin):
     def _check_length(
         self, tokens: Tensor | None, num_before: Tensor, settings: Settings, kwargs: dict[str, Any]
     ) -> None:
-        """Refuse more tokens than the model can read; if no number is given, generation ends at the limit."""
+        """Refuse more tokens than the model can read; without a given number, generation ends at the model's limit."""
         limit, mask = self.config.n_positions, kwargs.get("attention_mask")
         max_new = _setting("max_new_tokens", settings, kwargs)
         if max_new is not None and kwargs.get("max_length") is None:
@@ -164,8 +164,8 @@ class StatefulGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Prepare the next call of the model, which reads the columns that the state has not read.
 
-        After `TextState.crop` these can be more columns than transformers counts. The first count of assisted decoding
-        is None. With a count of 0, all columns are read: a piece of a prompt. Positions come from the state.
+        After `TextState.crop`, more columns may be unread than transformers counts. Assisted decoding begins with a
+        count of None. With a count of 0, all columns are read: a piece of a prompt. Positions come from the state.
         """
         if next_sequence_length != 0 and isinstance(past_key_values, TextState) and inputs_embeds is None:
             next_sequence_length = input_ids.shape[1] - past_key_values.num_columns
@@ -223,10 +223,10 @@ def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: Tex
 
 
 def _check_order(tokens: Tensor | None, settings: Settings, kwargs: dict[str, Any]) -> None:
-    """Refuse packed documents, and positions that do not count from 0: each row is continued as one text."""
+    """Refuse packed documents, and positions that do not count from 0, because each row is continued as one text."""
     for name in ("document_ids", "cu_seqlens", "seq_idx", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
-            raise InputError(f"{name}: given, but generate() continues one text in each row; give only the last")
+            raise InputError(f"{name}: given, but generate() continues one text per row; give only one, without {name}")
     positions, mask = kwargs.pop("position_ids", None), kwargs.get("attention_mask")
     if positions is None or tokens is None or _setting("is_assistant", settings, kwargs):
         return  # transformers itself sends positions to assistants
@@ -237,7 +237,7 @@ def _check_order(tokens: Tensor | None, settings: Settings, kwargs: dict[str, An
 
 
 def _check_pieces(mask: Tensor | None, num_columns: int, size: int | None) -> None:
-    """Refuse a prompt read in pieces if a row has no token in the last piece, which gives the first new token."""
+    """Refuse a prompt read in pieces if a row has no token in the last piece, which predicts the first new token."""
     if mask is not None and size is not None:
         rest = mask[:, -num_columns:]
         empty_B = (rest[:, (num_columns - 1) // size * size :] == 0).all(dim=1)

@@ -1,4 +1,4 @@
-"""The output head: a fixed bias of token counts, and the loss, computed a chunk of tokens at a time."""
+"""The output head: a fixed bias from token counts, and the loss, computed for a chunk of tokens at a time."""
 
 from collections.abc import Iterator
 from typing import Any, TypeGuard
@@ -25,7 +25,7 @@ class FixedBiasLinear(nn.Linear):
 
 
 class FixedBias:
-    """Mixin before a PreTrainedModel: its `lm_head` is a FixedBiasLinear where config.output_bias is "unigram"."""
+    """Mixin before a PreTrainedModel: `lm_head` is a FixedBiasLinear if config.output_bias is "unigram"."""
 
     config: Any
     lm_head: nn.Linear
@@ -86,7 +86,7 @@ def sequence_loss(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor, *, labe
 
 
 def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-    """-ln p of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
+    """Return -ln p of each of N tokens, (N,) float32, without gradients; arguments as for `sequence_loss`."""
     targets_N = targets_N.long()
     if is_plain_linear(head):
         return token_cross_entropy(hidden_ND, head.weight, head.bias, targets_N)
@@ -101,7 +101,7 @@ def token_losses(head: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tenso
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """True if calling the head only multiplies with its own weight and adds its own bias.
 
-    False for an adapter, which has another class, and for modules that fail `is_unwrapped`.
+    False for an adapter, which has another class, and for modules for which `is_unwrapped` is False.
     """
     return type(head) in (nn.Linear, FixedBiasLinear) and is_unwrapped(head)
 

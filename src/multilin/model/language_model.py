@@ -20,7 +20,7 @@ from multilin.settings import load_settings
 class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGenerationMixin):
     """The causal language model: `MultilinModel` with an output projection and a loss.
 
-    In training the logits are not returned: the loss is computed a chunk of tokens at a time.
+    In training, logits are not returned, because the loss is computed for a chunk of tokens at a time.
     """
 
     model: MultilinModel
@@ -62,15 +62,15 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, output_hidden_states, document_ids,
                 cu_seqlens, others: see `MultilinModel.forward`.
-            labels: (B, T) the ids again, not shifted (-100 is not scored).
-            use_cache: return the state; the default is the config's, but False in training and with labels.
+            labels: (B, T) the same ids as `input_ids`, not shifted (-100 is not scored).
+            use_cache: return the state; the default is the config's value, but False in training and with labels.
             logits_to_keep: number of last positions to compute logits for (0 for all), or a tensor of positions.
             num_items_in_batch: divisor of the loss instead of the number of scored tokens (gradient accumulation).
             others: also `shift_labels`, in place of `labels`: (B, T) the token that follows each position (-100 is not
                 scored).
 
         Returns:
-            loss in nats per scored token (with labels), logits (B, T kept, V) (not in training with labels),
+            loss in nats per scored token (with labels), logits (B, kept positions, V) (not in training with labels),
             past_key_values with use_cache, hidden_states on request.
 
         Raises:
@@ -100,7 +100,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
 
     @torch.no_grad()
     def token_losses(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """-ln p of tokens 1 to T - 1 given the tokens before them in their row: (B, T - 1), float32."""
+        """Return -ln p of tokens 1 to T - 1, given the earlier tokens of their row: (B, T - 1), float32."""
         hidden_BTD = self.model(input_ids, document_ids=document_ids, use_cache=False, return_dict=True)[0]
         losses = token_losses(self.lm_head, hidden_BTD[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
         return losses.view_as(input_ids[:, 1:])
@@ -131,7 +131,7 @@ class MultilinForCausalLM(FixedBias, MultilinPreTrainedModel, StatefulGeneration
         Embedding and output always use floats.
 
         Raises:
-            InputError: floats are asked for, but only int8 weights are left.
+            InputError: the arithmetic needs float weights, but the model has only int8 weights.
         """
         set_arithmetic(self.model.layers, arithmetic)
         self.config.arithmetic = dataclasses.asdict(arithmetic)

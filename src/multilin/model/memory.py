@@ -1,7 +1,7 @@
 """Estimate the memory of a model before it is built, and find the memory that this machine has left.
 
 Parameters, gradients and the optimizer's numbers are counted. Activations are estimated from the shapes of the matrices
-at 60 to 100 % of their measured memory (30 % for mixers). The estimate is low, so a refused model would almost
+at 60 to 100 % of their measured memory (30 % for mixers). The estimate is low on purpose: a refused model would almost
 certainly have run out of memory.
 """
 
@@ -27,7 +27,7 @@ def check_memory(subject: str, needed: float, device: torch.device | str = "cpu"
     """Refuse work that needs more bytes of memory than a device has left.
 
     Raises:
-        InputError: the work does not fit; the message is `subject`, "would take at least", and both figures.
+        InputError: the work does not fit; the message is `subject`, "would take at least", and both numbers of bytes.
     """
     left = available_memory(device)
     if left is not None and needed > left:
@@ -45,7 +45,7 @@ def available_memory(device: torch.device | str = "cpu") -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """Bytes that this process may still allocate by each limit: of the machine, the container and the shell."""
+    """Bytes that this process may still allocate under each limit: the machine's, the container's and the shell's."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         yield 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
@@ -76,12 +76,12 @@ def parameter_bytes(model: nn.Module) -> int:
 def activation_bytes(
     model: PreTrainedModel, num_tokens: int, *, number_bytes: int = FLOAT_BYTES, recomputes: bool = False
 ) -> int:
-    """Bytes that training keeps from a forward pass for the backward pass.
+    """Bytes of the activations that training keeps from the forward pass for the backward pass.
 
     Args:
         model: the model, on any device, also meta.
         num_tokens: number of tokens of all sequences in the pass.
-        number_bytes: bytes of each activation.
+        number_bytes: bytes of one number of an activation.
         recomputes: keep only the input of each layer (gradient checkpointing).
     """
     config = model.config
@@ -92,9 +92,9 @@ def activation_bytes(
 
 
 def loss_bytes(model: PreTrainedModel, num_tokens: int, device: torch.device) -> int:
-    """Bytes of logits and their gradients that the loss holds at a time on a device.
+    """Bytes of the logits and gradients that the loss holds at the same time on a device.
 
-    0 for GPT-2 and Llama: they hold the logits of all tokens, which `activation_bytes` counts.
+    The result is 0 for GPT-2 and Llama: they hold the logits of all tokens, which `activation_bytes` counts.
     """
     vocab_size = model.config.vocab_size
     if _logit_bytes(model):
@@ -103,7 +103,7 @@ def loss_bytes(model: PreTrainedModel, num_tokens: int, device: torch.device) ->
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
-    """Refuse a batch of `num_rows` sequences of `num_tokens` tokens if it cannot be read at once, without gradients.
+    """Refuse to read `num_rows` sequences of `num_tokens` tokens at once, without gradients, beyond the memory.
 
     Raises:
         InputError: the memory does not suffice; the message begins with `field`, the setting with its value.

@@ -1,7 +1,7 @@
-"""Documents and padding in a row: where documents begin, in every form that collators use, and where padding is.
+"""Documents and padding in rows: where documents begin, in every form that collators use, and where padding is.
 
-Padding before the first token of a row has no effect. After a token, a window would keep padding instead of a token.
-So the tokens of each row are moved together before they are read, and the results are moved back.
+Padding before the first token of a row has no effect. Later padding would take the place of a token in windows. So the
+tokens of each row are moved together before they are read, and the results are moved back.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class Packing(NamedTuple):
 
     A token starts a document if any of the fields marks it; fields that are None are ignored.
 
-    document_ids: (B, T) number of each token's document; a change begins a document.
+    document_ids: (B, T) number of each token's document; a change of the number begins a document.
     cu_seqlens: (N + 1,) cumulative lengths of the documents in the rows laid end to end, from 0 to B * T.
-    position_ids: (B, T) or (1, T) positions in the documents; one not above the position before it begins a document.
+    position_ids: (B, T) or (1, T) positions in documents; a position not above the previous position begins a document.
     """
 
     document_ids: Tensor | None = None
@@ -37,7 +37,7 @@ class Packing(NamedTuple):
         return ", ".join(name for name, value in self._asdict().items() if value is not None)
 
     def part(self, rows: Tensor, columns: slice | Tensor) -> "Packing":
-        """The packing of the selected rows and columns; not for a packing given as cu_seqlens."""
+        """The packing of the selected rows and columns; cu_seqlens must be None."""
         document_ids, _, position_ids = self
         if position_ids is not None and len(position_ids) == 1:
             position_ids = position_ids.expand(int(rows.max()) + 1, -1)
@@ -51,7 +51,7 @@ class Packing(NamedTuple):
 def read_packing(
     document_ids: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None, others: Mapping[str, Any]
 ) -> tuple[Packing, dict[str, Any]]:
-    """The packing from the model's own arguments and from arguments of transformers' collators.
+    """Read the packing from the model's own arguments and from the arguments of transformers' collators.
 
     Returns:
         The packing, with `cu_seq_lens_q` as `cu_seqlens` and `seq_idx` as `document_ids`; and the other arguments.
@@ -70,7 +70,7 @@ def read_packing(
 def document_starts(
     packing: Packing, padding_BT: Tensor | None, num_before_BT: Tensor, document_B: Tensor
 ) -> Tensor | None:
-    """True where a document begins after earlier tokens of its row; None if none begins there.
+    """True where a document begins after earlier tokens of its row; None if no document does.
 
     Args:
         packing: the caller's arguments.
@@ -165,12 +165,12 @@ def check_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor:
 
 
 def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
-    """Whether padding follows a token. Compiled code cannot look at the mask, and says yes at the start of a text.
+    """Whether padding follows a token. Compiled code cannot look at the mask, and returns True at a text's start.
 
     Args:
         mask: (B, T) True for a token.
         is_start: whether the rows begin a text.
-        only_gaps: ignore padding after the last token of a row; compiled code counts it.
+        only_gaps: ignore padding after the last token of a row; compiled code does not ignore this padding.
     """
     if torch.compiler.is_compiling():
         return is_start
@@ -183,11 +183,11 @@ def pads_after_tokens(mask: Tensor, is_start: bool, only_gaps: bool) -> bool:
 
 
 class ColumnOrder(NamedTuple):
-    """The columns of each row in an order in which the tokens lie together.
+    """An order of the columns of each row in which all tokens lie together.
 
     take_BS: (B, S) the columns that make the packed row. S is the largest number of tokens in a row, at least 1; in
         compiled code S is T.
-    place_BT: (B, T) for each column the packed column of the last token up to it; -1 without such a token.
+    place_BT: (B, T) for each column, the packed column of the last token up to there; -1 without such a token.
     """
 
     take_BS: Tensor
@@ -214,5 +214,5 @@ class ColumnOrder(NamedTuple):
         return x[self.rows_B1, self.take_BS]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Undo `pack`: (B, S, D) to (B, T, D); padding gets the values of the token before it, or 0 without one."""
+        """Undo `pack`: (B, S, D) to (B, T, D); padding gets the values of the last token before it, or 0 if none is."""
         return x[self.rows_B1, self.place_BT.clamp(min=0)].masked_fill((self.place_BT < 0)[..., None], 0)

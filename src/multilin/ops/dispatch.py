@@ -54,9 +54,9 @@ def few_tokens(reference: Callable[..., Any], most: int, device: str | None = No
 
 @dataclass
 class Op:
-    """A named function with backends in order of preference; the last is the definition, which takes every call.
+    """A named function with backends in order of preference; the last backend, the definition, takes every call.
 
-    Special cases are backends for a few calls only. They are tried first, and no warning is given if they refuse.
+    Special cases are backends for a few calls only. They are tried first, and multilin does not warn if they refuse.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Op:
         arguments: tuple[Any, ...] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Backend:
-        """The first backend that works with this dtype and device on this machine, and takes the call.
+        """The first backend that works with this dtype and device on this machine and takes the call.
 
         Without arguments, `refuses` is not consulted, and special cases are left out.
 
@@ -112,7 +112,7 @@ def _has_tangent(*inputs: Any) -> bool:
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of autocast on x's device, else the dtype of x; float64 stays float64, as in PyTorch's products."""
+    """The dtype of autocast on x's device, or without autocast the dtype of x; float64 stays float64, as in PyTorch."""
     device = x.device.type
     is_lowered = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_lowered else x.dtype
@@ -125,12 +125,12 @@ def can_read_values(tensor: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
-    """Warn, but only once per process for each message; works also while a graph is traced."""
+    """Warn, but only once per process for each message, also while a graph is traced."""
     warn_plainly(message)
 
 
 def all_ops() -> dict[str, Op]:
-    """Every op with a choice of backends, by name, from the folders of `multilin.ops`."""
+    """Every op that has several backends, by name, from the folders of `multilin.ops`."""
     import importlib
     import pkgutil
 

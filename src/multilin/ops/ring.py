@@ -1,8 +1,8 @@
 """Windows as rings: buffers in which a new token replaces the oldest token, so no step copies a window.
 
-The state that an op returns holds the last tokens in order. While a sequence is generated token by token, these tokens
-lie in a ring of S slots: slot n mod S holds token number n of the sequence. An op that gets a `Ring` returns
-a state of the same type with only the new tokens. The model writes them into the ring.
+The state that an op returns holds the last tokens in order. While a sequence is generated token by token, its last
+tokens lie in a ring of S slots: slot n mod S holds token number n of the sequence. An op that gets a `Ring` returns a
+state of the same type with only the new tokens. The model writes them into the ring.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """Describe the fields of an op's state that are windows (B, S, ...); the value of the state's property `slots`."""
+    """Describes the fields of an op's state that are windows (B, S, ...), as the state's property `slots`."""
 
     fields: tuple[str, ...]
     are_positions: bool = False  # the token at position n lies in slot n; the window is not in the order of tokens
@@ -20,7 +20,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(state: Any) -> Slots | None:
-    """The slots of a state that is a window of at least one token; None for other states."""
+    """The `slots` of a state that is a window of at least one token; None for other states."""
     slots: Slots | None = getattr(state, "slots", None)
     return slots if slots is not None and getattr(state, slots.fields[0]).shape[1] > 0 else None
 
@@ -38,7 +38,7 @@ class Ring(NamedTuple):
         return getattr(self.tokens, self.tokens.slots.fields[0]).shape[1]
 
     def distances(self, num_new: int) -> Tensor:
-        """Distance in tokens from each of the T next tokens back to the token in each slot, (B, T, S), at least 1."""
+        """Distances in tokens from each of the next T tokens back to each slot's token, (B, T, S), at least 1."""
         new_T = torch.arange(num_new, device=self.num_read_B.device)
         slot_S = torch.arange(self.num_slots, device=self.num_read_B.device)
         age_BS = (self.num_read_B[:, None] - 1 - slot_S) % (slot_S[-1:] + 1) + 1  # S as a tensor: a graph fits any S

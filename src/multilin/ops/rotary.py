@@ -1,4 +1,4 @@
-"""Rotation of pairs of numbers by angles, for rotary positions, in PyTorch; kernels would not make training faster."""
+"""Rotation of pairs of numbers by angles, for rotary positions, in PyTorch: kernels would not make training faster."""
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ def rotary(
 
     Args:
         x: (B, T, H, D) in any float dtype.
-        cos, sin: (B, T, D / 2) of the angles, pairs in the order of i, float32 or better; they get no gradient.
+        cos, sin: (B, T, D / 2) cosines and sines of the angles, in the order of i, float32 or better, without gradient.
         block: an even divisor of D.
 
     Returns:
@@ -27,8 +27,8 @@ def rotary(
     Raises:
         InputError: a block or shapes that do not fit.
 
-    Cost: a few passes over x forward, and as many backward; only the angles are kept.
-    Source: RoFormer's rotary positions, with pairs placed as in TScale.
+    Cost: a few passes over x forward, and as many backward; only the angles are kept for the backward pass.
+    Source: rotary positions of RoFormer, with pairs placed as in TScale.
     """
     width = x.shape[-1]
     if block < 2 or block % 2 or width % block:

@@ -8,7 +8,7 @@ from multilin.errors import InputError, shown
 
 
 def kind_of(value: Any) -> str:
-    """Describe a value for a message; a tensor as `float32 of shape (2, 3)`."""
+    """Describe a value for a message, for example a tensor as `float32 of shape (2, 3)`."""
     if not isinstance(value, Tensor):
         return shown(value)
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

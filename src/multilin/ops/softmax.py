@@ -31,7 +31,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dweights: Tensor) -> tuple[Tensor, None]:
-        """p (g - sum p g); first, the value of g at the largest weight is subtracted from g, to keep all digits."""
+        """p (g - sum p g); to keep all digits, g at the largest weight is first subtracted from all of g."""
         refuse_second_derivative("softmax")
         weights, null_weight = ctx.saved_tensors
         origin = dweights[0].gather(-1, weights.argmax(dim=-1, keepdim=True))

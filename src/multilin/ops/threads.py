@@ -1,8 +1,8 @@
 """Use only as many threads as there are cores that other programs leave free.
 
-PyTorch's threads wait for each other many times in a step, and keep their cores busy while they wait. If one of them
-loses its core to another program, all wait for it, and a step takes several times as long; fewer threads are faster.
-Nothing here imports PyTorch, and nothing changes outside of `following_load`.
+PyTorch's threads wait for each other many times in a step, and keep their cores busy while they wait. If a thread loses
+its core to another program, all others wait, and a step takes several times as long; fewer threads are faster. Nothing
+here imports PyTorch, and nothing changes outside of `following_load`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _most: int | None = None  # PyTorch's number of threads at the start
 
 @contextlib.contextmanager
 def following_load() -> Iterator[None]:
-    """A block in which `adapt` and `free_cores` follow the load; afterwards PyTorch has its former threads again."""
+    """A block in which `adapt` and `free_cores` follow the load; afterwards PyTorch has its old number of threads."""
     global _load, _free, _most
     _load, _free, _most = Load(), None, None
     try:
@@ -50,7 +50,7 @@ def following_load() -> Iterator[None]:
 
 
 def free_cores() -> int:
-    """Cores that other programs leave free, measured every `SECONDS`; outside of `following_load` all cores."""
+    """Cores that other programs leave free, measured every `SECONDS`; outside of `following_load`, all cores."""
     global _free
     if _load is not None and time.monotonic() - _load.begin >= SECONDS and (busy := _load.cores()) is not None:
         _free = max(1, available_cores() - round(busy))

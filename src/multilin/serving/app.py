@@ -44,9 +44,9 @@ def create_app(
 
     Args:
         service: the model with its turns and sessions.
-        keys: valid API keys, of which every request must have one; if the list is empty, no key is needed.
+        keys: valid API keys; every request must have one of them. If the list is empty, no key is needed.
         origins: origins of other web pages that may call the server.
-        is_loopback: answer only requests whose Host header names this machine, from its own page or `origins`.
+        is_loopback: answer only requests whose Host header names this machine, from the server's page or `origins`.
         load_run: loads the PyTorch model, which computes the weights of `/reading`; None for an export.
         body_bytes: the largest body of a request.
     """
@@ -77,9 +77,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 class Server(uvicorn.Server):
-    """An HTTP server in a thread. It listens at once, but answers requests only after `open` was called.
+    """An HTTP server in a thread, which listens at once, but answers requests only after `open` was called.
 
-    Until then, a request waits at most `HELD_SECONDS` (`/health`: `HELD_HEALTH_SECONDS`), then gets status 503.
+    Before `open`, a request waits at most `HELD_SECONDS` (`/health`: `HELD_HEALTH_SECONDS`), then gets status 503.
 
     Args:
         listener: the socket to listen on.
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         self._app, self._stop = app, service.scheduler.stop
 
     def wait(self) -> None:
-        """Wait until SIGINT comes, or another signal with a handler that raises an exception."""
+        """Wait until SIGINT arrives, or another signal whose handler raises an exception."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for commands with &
         with contextlib.suppress(KeyboardInterrupt):
             self._ended.wait()

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 class Conversation:
-    """A branch of a conversation, kept as a session of a server.
+    """A branch of a conversation, which the server keeps as a session.
 
     Args:
         client: connection to the server, see `connect`.
@@ -34,10 +34,10 @@ class Conversation:
     def begin(
         cls, client: httpx.Client, settings: GenerationSettings, state: bytes | None = None, session: str | None = None
     ) -> "Conversation":
-        """Begin with a new session, a session made from the content of a state file, or an existing session.
+        """Begin with a new session, with a session from the content of a state file, or with an existing session.
 
         Raises:
-            InputError: a setting that the server would ignore, or a server that refuses or does not answer.
+            InputError: the server would ignore a setting, refuses the request, or does not answer.
         """
         check_unused(settings)
         if session is not None:

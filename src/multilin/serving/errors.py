@@ -75,7 +75,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The path of a field in a body, without the names of types and the list entries that pydantic adds to the path."""
+    """The path of a field in a body, without the type names and list entries that pydantic adds to the path."""
     named = [
         number for number, part in enumerate(location)
         if isinstance(part, str) and re.fullmatch("[a-z_]+", part) and part not in ("str", "int")
@@ -85,7 +85,7 @@ def _fields(location: Sequence[str | int]) -> tuple[str | int, ...]:
 
 
 def _accepted(message: str) -> str:
-    """The part of pydantic's message after `should`, such as `be a valid string`."""
+    """The part after `should` of pydantic's message, such as `be a valid string`."""
     words = re.sub(r"^[A-Z][a-z]+ should ", "", message)
     return re.sub(r" after validation, not \d+$| or (an )?instance of \w+$", "", words)
 
@@ -103,7 +103,7 @@ def still_loading() -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """The answer while the server ends."""
+    """The answer while the server is shutting down."""
     return ApiError(503, "the server is shutting down")
 
 

@@ -21,7 +21,7 @@ def is_id(kind: str, text: str) -> bool:
 
 
 class Folder(Store):
-    """A folder or an address with files. A reader never sees an incomplete file.
+    """A folder of files, or an address that stores files. A reader never sees an incomplete file.
 
     The name of a file begins with a kind and random characters, such as turn_4fK. The first two of these characters
     give the subfolder of the file, so that each subfolder stays small.
@@ -42,7 +42,7 @@ class Folder(Store):
         self._made = set[str]()
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """The sizes of all files whose names begin with `prefix`, such as `turn_` or a longer one."""
+        """The sizes of all files whose names begin with `prefix`, such as `turn_` or a longer prefix."""
         self._files.invalidate_cache()
         try:
             entries = insist(partial(self._files.find, f"{self._root}/{_subfolder(prefix)}", detail=True))

@@ -1,4 +1,4 @@
-"""Requests for text and their sequences, on the side of the event loop."""
+"""Requests for text and their sequences, as the event loop sees them."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ class Prompt:
     """A text to continue.
 
     text: the prompt as clients see it in the turn.
-    token_ids: tokens of the whole text; if there is a turn `before`, only the tokens after that turn.
+    token_ids: tokens of the whole text or, if there is a turn `before`, only the tokens after that turn.
     before: the turn that is continued.
     messages: all messages of the conversation; None if the text is no conversation.
     has_start: whether a start token was put before the client's text.
@@ -79,7 +79,7 @@ class Result:
 
 
 class Generation:
-    """The sequences of a request, on the side of the event loop.
+    """The sequences of a request, as the event loop sees them.
 
     Args:
         ask: the request.
@@ -127,7 +127,7 @@ class Generation:
         self.changed.set()
 
     def finish(self) -> None:
-        """End all sequences with the tokens that they have; their turns are kept."""
+        """End all sequences with the tokens generated so far, and keep their turns."""
         self.is_finished = True
         for job in self.jobs:
             self._scheduler.finish(job)

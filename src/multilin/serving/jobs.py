@@ -1,4 +1,4 @@
-"""The data of the scheduler: prompts, the sequences that continue them, and the events it reports."""
+"""The data of the scheduler: prompts, the sequences that continue them, and the events that are reported."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class End(NamedTuple):
     finish_reason: "stop" or "length".
     num_generated: number of tokens generated.
     token_ids: the new tokens of the text, without an end-of-text token or a stop string.
-    state: engine state, with one row, after reading the prompt and all `token_ids` except the last `num_unread`.
+    state: engine state, with one row, after the prompt and all `token_ids` except the last `num_unread` were read.
     """
 
     finish_reason: str
@@ -62,14 +62,14 @@ class Job:
 
     owner: the user; jobs of different users take turns.
     token_ids: tokens to read after the state `start`.
-    known_ids: the known tokens of the text up to the end of the prompt, for the repetition penalty and as context.
+    known_ids: all known tokens up to the end of the prompt, for the repetition penalty and as context for decoding.
     start: the state to continue; None at the start of a text.
     settings: settings of each sequence.
     max_new_tokens: most new tokens of each sequence; may be 0.
     listen: called with the number of the sequence and an event, in the thread that the scheduler's `notify` chooses.
     num_logprobs: number of likeliest tokens to report for each new token; None reports no tokens.
     prompt_logprobs: number of tokens at the end of the prompt that are reported too.
-    ends: tokens that end an answer, besides the end of text.
+    ends: tokens that end an answer, in addition to the end-of-text token.
     position: number of `token_ids` that have been read so far.
     state: engine state, with one row, while the prompt is read.
     """
@@ -95,7 +95,7 @@ class Job:
 
 
 class Kept(NamedTuple):
-    """The engine state before an incomplete character or possible stop string, and the counts at that place."""
+    """The engine state and the counts before an incomplete character or a possible stop string."""
 
     state: Any
     num_tokens: int
@@ -109,12 +109,12 @@ class Row:
     index: number of the sequence in its job.
     numbers: random numbers for sampling.
     seen: tokens of the text so far, and how often each was generated.
-    forced: tokens of the prompt that are read one by one, to report their probabilities.
+    forced: tokens of the prompt that are read one by one, because their probabilities are reported.
     next_id: the token that is read next.
     token_ids: the tokens that were generated.
     pending: tokens that wait until their text is certain, each with the number of characters before it.
-    kept: the state to return to if the possible stop string is completed, or if the row ends before the text is whole;
-        None while the text is whole.
+    kept: the state to restore if a possible stop string is completed, or if the row ends before the text is whole; None
+        while the text is whole.
     end: the finish reason; None while the sequence runs.
     """
 

@@ -1,4 +1,4 @@
-"""Convert messages to tokens, with the model's chat template or, if there is none, in a plain layout."""
+"""Conversion of messages to tokens, with the model's chat template or, without a template, in a plain layout."""
 
 import datetime
 import json
@@ -50,7 +50,7 @@ class PlainLayout:
 
 
 class TemplateLayout:
-    """The chat template of a tokenizer. Its control tokens become tokens; in messages they stay text.
+    """The chat template of a tokenizer. Control tokens of the template become tokens; in messages they stay text.
 
     Args:
         codec: the model's tokenizer.
@@ -135,7 +135,7 @@ def open_layout(codec: TextCodec, folder: Path) -> Layout:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the text that training learns. In the server it has no effect."""
+    """The tag `{% generation %}`, which marks the text that training learns; the tag has no effect in the server."""
 
     tags = {"generation"}
 

@@ -24,7 +24,7 @@ class Readings:
     """The weights with which each token of a turn's text reads the tokens before it.
 
     The PyTorch model is loaded at the first request. Requests are answered one at a time. The weights of the last
-    requested turn are kept, as clients ask for the steps of a turn one by one.
+    requested turn are kept, because clients request the steps of a turn one by one.
 
     Args:
         load: loads the model; None for an export, which cannot show weights.
@@ -37,11 +37,11 @@ class Readings:
         self._lock, self._places = threading.Lock(), threading.BoundedSemaphore(MOST_WAITING)
 
     def get(self, turn: Turn, step: int) -> Json:
-        """Compute or wait for the weights of one of `Explanation.steps`, given by its index.
+        """Compute, or wait for, the weights of the step with this index in `Explanation.steps`.
 
         Raises:
             ApiError: too many requests wait.
-            InputError: the model has no readable weights, or no such step.
+            InputError: the model has no weights to show, or no such step.
         """
         if self._load is None:
             raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
@@ -62,7 +62,7 @@ class Readings:
         return about | {"step": step, "meaning": about["meanings"][step], "weights": rows}
 
     def _explain(self, turn: Turn) -> tuple[Json, list[NDArray[np.float32]]]:
-        """Compute labels, texts, and each step's weights (characters, characters), as the mean over its heads."""
+        """Compute labels, texts, and each step's weights (characters, characters), averaged over the step's heads."""
         from multilin.analysis.explain.explanation import by_character, explain
         from multilin.data.tokenizers import start_token_id, whole_characters
 

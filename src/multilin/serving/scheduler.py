@@ -29,7 +29,7 @@ class Scheduler:
 
     Args:
         engine, codec: the model and its tokenizer.
-        notify: called in the scheduler's thread with functions that report events, which it runs in another thread.
+        notify: called in the scheduler's thread with functions that report events; runs these in another thread.
         num_slots: most sequences that run at a time.
         queue_size: most jobs that wait.
     """
@@ -55,7 +55,7 @@ class Scheduler:
             return Counts(sum(map(len, self._waiting.values())), len(self._reading), len(self._rows))
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all of these jobs, or none. If no other job waits, there may be more than `queue_size` of them.
+        """Queue all of these jobs, or none. If no other job waits, more than `queue_size` jobs may be queued.
 
         Raises:
             ApiError: the queue is full, or the server ends.
@@ -77,7 +77,7 @@ class Scheduler:
             self._changed.notify()
 
     def finish(self, job: Job) -> None:
-        """End a job with the tokens that it has generated. A prompt is read to its end."""
+        """End a job with the tokens that it has generated; a prompt that is being read is still read to its end."""
         job.max_new_tokens = 0
 
     def stop(self, seconds: float) -> None:
@@ -132,7 +132,7 @@ class Scheduler:
                 self._leave(place)
 
     def _leave(self, place: int) -> Any:
-        """Take a row out of the batch and return its state. The last row moves to the free place, as in the engine."""
+        """Take a row out of the batch and return its state; as in the engine, the last row moves to the free place."""
         last = self._rows.pop()
         if place < len(self._rows):
             self._rows[place] = last
@@ -169,7 +169,7 @@ class Scheduler:
                 return
 
     def _next_prompts(self) -> list[Job]:
-        """Take jobs whose prompts are read together: either all begin a text, or all continue a state."""
+        """Choose jobs whose prompts are read together: either all begin a text, or all continue a state."""
         jobs = [job for job in self._reading if job.is_new == self._reading[0].is_new][:GROUP]
         self._reading = deque(job for job in self._reading if job not in jobs)
         return jobs
@@ -213,7 +213,7 @@ class Scheduler:
         self._rows, self._batch = [], self.engine.new_state(0)
 
     def _advance(self, first: int, logits_BV: NDArray[np.float32]) -> None:
-        """Choose the next tokens of the rows from place `first` on, and take out the rows that have ended."""
+        """Choose the next tokens of all rows from place `first` on, and remove the rows that have ended."""
         self.codec.exclude_padding(logits_BV)
         chosen = []
         for place, row in enumerate(self._rows[first:]):

@@ -55,7 +55,7 @@ class Service:
         self.metrics = Metrics(self.scheduler, self.turns)
 
     def _notify(self, calls: list[Callable[[], None]]) -> None:
-        """Run functions that the scheduler passes on the event loop; all functions of one step run together."""
+        """Run the scheduler's functions in the event loop; all functions of one step run together."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
@@ -82,7 +82,7 @@ class Service:
 
     @contextlib.contextmanager
     def changing(self, session: Session) -> Iterator[None]:
-        """Claim a session, so that no other request continues or changes it. Raises the same errors as `begin`."""
+        """Claim a session, so that no other request continues or changes the session. Raises the errors of `begin`."""
         self._claim(session.id, None)
         try:
             self._check_session(session)
@@ -154,7 +154,7 @@ class Service:
         num_read = before.num_read if before else 0
         token_ids = known_ids[num_read - (before.num_unknown if before else 0) :]
         if not token_ids:
-            raise InputError("prompt: no text given, and the session's text has been read; give some text")
+            raise InputError("prompt: no text given, and all of the session's text is read; give some text")
         if len(token_ids) > limits.max_prompt:
             raise InputError(
                 f"prompt: {len(token_ids)} tokens to read, but a request may have at most {limits.max_prompt}"
@@ -183,7 +183,7 @@ class Service:
         """Make a turn from the content of a state file. The text of the turn is not known.
 
         Raises:
-            InputError: the content is no state file of this model, or holds the states of several texts.
+            InputError: the content is not a state file of this model, or holds the states of several texts.
         """
         state = unpack_state(content, self.owner)
         num_rows, unread_ids = len(state.unread_ids), state.unread_ids[0]
@@ -199,7 +199,7 @@ class Service:
         """Keep a sequence that has ended as a turn, and add the turn to the session.
 
         Raises:
-            ApiError: a turn of a session cannot be written. If the request has no session, this is no error.
+            ApiError: a turn of a session cannot be written. Without a session, a failed write is no error.
         """
         if not generation.ask.store:
             return

@@ -18,7 +18,7 @@ class Session:
     """A conversation or a text that grows by turns.
 
     id, owner: see `Turn`.
-    turns: ids of the session's turns; a request continues the last one.
+    turns: ids of the session's turns; a request continues the last turn.
     created, changed: seconds since 1970.
     """
 

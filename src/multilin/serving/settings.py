@@ -40,7 +40,7 @@ class ServeLimits:
     memory: Bytes = "1GB"  # size of the states kept in memory
     sessions: PathText | None = None  # folder, or address for fsspec, where states and sessions outlive the server
     disk: Bytes = "100GB"  # size of the states in that folder; beyond it the oldest are deleted
-    keep_days: Amount | None = None  # delete states that are older
+    keep_days: Amount | None = None  # days after which states are deleted
 
 
 def split_keys(text: str | None) -> list[str]:

@@ -31,8 +31,8 @@ class Turn:
     parent: id of the turn that this turn continues, or None.
     kind: "completion", "chat" or "import".
     prompt, text: the prompt and the answer.
-    messages: all messages of the conversation, including this answer; None if there are none or they are unknown.
-    token_ids: tokens of the whole text, without the first `num_unknown`.
+    messages: all messages of the conversation, including this answer; None without messages or if they are unknown.
+    token_ids: tokens of the whole text, without the first `num_unknown` tokens.
     num_read: number of tokens that the turn's state has read, including unknown tokens.
     num_unknown: number of tokens at the beginning of the text that are not known, as after importing a state.
     created: seconds since 1970.
@@ -62,7 +62,7 @@ class Turn:
 
 
 class Entry(NamedTuple):
-    """The facts about a turn that the names and sizes of its files give."""
+    """What the names and sizes of a turn's files say about the turn."""
 
     id: str
     owner: str
@@ -113,7 +113,7 @@ class TurnStore:
         return len(self._entries)
 
     def add(self, turn: Turn, state: bytes) -> None:
-        """Store a turn. If there is a folder, the turn is on disk when this returns."""
+        """Store a turn. If the store has a folder, the turn is on disk when this method returns."""
         last_hash = 0
         if not turn.num_unknown:
             *_, last_hash = hashes(turn.token_ids[: turn.num_read])
@@ -154,7 +154,7 @@ class TurnStore:
         return _parse(entry, kept[0]), kept[1]
 
     def peek(self, owner: str, turn_id: str) -> Turn | None:
-        """Do the same as `get`, but return only the turn, without its state."""
+        """Get a turn as `get` does, but without the turn's state."""
         entry = self.entry(owner, turn_id)
         if entry is None:
             return None
@@ -229,7 +229,7 @@ class TurnStore:
                 self.folder.remove(name)
 
     def _list(self, prefix: str) -> Mapping[str, int]:
-        """Add the folder's turns whose ids begin with `prefix`, and return the sizes of their files."""
+        """Add the turns in the folder whose ids begin with `prefix`, and return the sizes of their files."""
         sizes = {} if self.folder is None else self.folder.sizes(prefix)
         found = [Entry.from_name(name, sizes) for name in sizes]
         with self._lock:
@@ -258,7 +258,7 @@ class TurnStore:
             self.folder.remove(f"{entry.name}.safetensors")
 
     def _remember(self, turn_id: str, content: bytes, state: bytes) -> None:
-        """Keep a turn in memory, and drop the least recently used turns while all are larger than `memory_bytes`."""
+        """Keep a turn in memory; drop the least recently used turns while all together exceed `memory_bytes`."""
         if turn_id not in self._memory:
             self._memory[turn_id] = content, state
             self.num_bytes += len(content) + len(state)

@@ -28,13 +28,13 @@ def block_outer(
 
         y_d = sum over n, k, j of weight[d, n, k, j] * left[n, k] * right[n, j]
 
-    Three architectures use it. With K = J a power of two, the pairs (i, i xor b), b < K, are exactly the pairs in
-    aligned blocks of K: 3Lin's combiner has K = 16, TScale's K = 4. ELiTA's feed-forward is one block of D x 8.
+    Three architectures use this op. If K = J is a power of two, the pairs (i, i xor b), b < K, are exactly the pairs in
+    aligned blocks of K: K is 16 in 3Lin's combiner and 4 in TScale's. ELiTA's feed-forward is one block of D x 8.
 
     Args:
         left: (..., N, K) N blocks of K numbers.
         right: (..., N, J) N blocks of J numbers.
-        weight: (D, N, K, J) the matrix; each row has a number for each product.
+        weight: (D, N, K, J) the matrix; each of its D rows has one number for each product.
 
     Returns:
         (..., D) in the dtype of `left`, or in autocast's dtype.
@@ -42,8 +42,8 @@ def block_outer(
     Raises:
         InputError: shapes that do not fit.
 
-    Cost: 2 N K J D multiplications and additions per row, three times as many with backward. The products of
-    pairs are held for one chunk of rows at a time (2^21 products on a CPU, else 2^27), and computed again backward.
+    Cost: 2 N K J D multiplications and additions per row, three times as many with a backward pass. Only the products
+    of one chunk of rows are held at a time (2^21 products on a CPU, else 2^27); backward, they are computed again.
     Source: TScale and 3Lin (combiners), ELiTA (two-factor feed-forward).
     """
     check_blocks(left, right, weight)

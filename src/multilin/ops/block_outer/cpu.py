@@ -1,4 +1,4 @@
-"""Block outer products on a CPU: one pass over memory computes the products of pairs; another, the gradients.
+"""Block outer products on a CPU: one pass over memory computes the products of pairs, another pass the gradients.
 
 Products lie in memory as (rows, pairs), a chunk of rows at a time (see `portable`). Right blocks have J = 4, 8 or 16.
 """
@@ -14,7 +14,7 @@ _kernels, _launch = LazyModule("multilin.ops.block_outer.cpu_kernels"), LazyModu
 
 
 def refuses_vectors(*factors: Tensor) -> str | None:
-    """`Backend.refuses` of a special case: refuse all factors but those whose products do not fill whole vectors."""
+    """The `Backend.refuses` of a special case: take only factors whose products do not fill whole vectors."""
     if len(factors) == 1:
         return "only one factor is given"
     left_width, width = factors[0].shape[-1], factors[1].shape[-1]

@@ -1,7 +1,7 @@
 """Block outer products: for a chunk of rows, compute the products of all pairs, then multiply them by the matrix.
 
-A chunk's products stay in the cache until this multiplication, and are computed again for the backward pass. They lie
-in memory as (pairs, rows), so that each line of memory is the product of two lines.
+A chunk's products stay in the cache until this multiplication, and are computed again for the backward pass. Products
+lie in memory as (pairs, rows), so that each row of products is the product of two rows of factors.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _most_pairs(left: Tensor) -> int:
 
 
 def row_chunks(num_rows: int, num_pairs: int, most_pairs: int) -> list[slice]:
-    """Slices of rows to compute one by one; a single slice if all rows fit, and in exported graphs, for any number."""
+    """Slices of rows to compute one by one; one slice if all rows fit, or in exported graphs, which take any number."""
     size = max(most_pairs // max(num_pairs, 1), FEWEST_ROWS)
     if is_exported() or num_rows <= size:
         return [slice(None)]

@@ -40,8 +40,8 @@ def causal_mixing(
     Args:
         x: (B, T, D) inputs.
         triangle: (n (n + 1) / 2,) the weights c row by row: c[0, 0], c[1, 0], c[1, 1], c[2, 0], ...; `lower_triangle`
-            makes a matrix of it.
-        bias: (n,) one number per position, added to all D.
+            turns them into a matrix.
+        bias: (n,) one number per position, added to all D numbers of the sum.
         positions: (B, T) or (1, T) position of each input in its text, from 0; None continues counting from the state.
         padding: (B, T) True at padding, which no position reads; the position of padding may be -1.
         state: the state that an earlier call returned; its inputs may lie in a ring (see `multilin.ops.ring`).
@@ -49,10 +49,10 @@ def causal_mixing(
 
     Returns:
         The sums (B, T, D) in the dtype of `x`, and the state: all inputs so far, always in n rows, in float32 (float64
-        if an argument is float64). If `state` was a ring, only the new inputs.
+        if an argument is float64). If `state` was a ring, the new state has only the new inputs.
 
     Raises:
-        InputError: the number of weights is no n (n + 1) / 2, or a position beyond n.
+        InputError: the number of weights is not n (n + 1) / 2 for any n, or a position is beyond n.
 
     Cost: O(B T^2 D) time for a text from its start, O(B n D) for each later token; the state has B n D numbers. A text
     has at most n tokens.
@@ -68,7 +68,7 @@ def causal_mixing(
     positions = positions.expand(x.shape[:2])
     is_checked = positions.numel() and can_read_values(positions)
     if is_checked and (length := int(positions.max()) + 1) > num_positions:
-        raise InputError(f"context: the text has {length} positions, but this mixing has weights for {num_positions}")
+        raise InputError(f"context: the text has {length} positions, but there are weights for {num_positions}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, triangle.dtype), torch.float32)
     wide = x.to(dtype)
     # Under autocast it multiplies half-precision numbers and sums in float32, like any product with weights.
@@ -93,6 +93,6 @@ def lower_triangle(triangle: Float[Tensor, " P"]) -> Float[Tensor, "n n"]:
     """Return the matrix (n, n) with n (n + 1) / 2 weights in its lower triangle, row by row, and zeros above.
 
     Raises:
-        InputError: the number of weights is no n (n + 1) / 2.
+        InputError: the number of weights is not n (n + 1) / 2 for any n.
     """
     return unpack(triangle, num_rows(triangle))

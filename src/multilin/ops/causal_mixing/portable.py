@@ -33,7 +33,7 @@ def from_ring(
     x_BTD: Tensor, triangle_P: Tensor, positions_BT: Tensor, ring: Ring, *, padding: Tensor | None,
     product_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums at a few new positions, which read the new inputs and a ring (position i in slot i); and the new inputs.
+    """Return sums at a few new positions, which read new inputs and a ring (position i in slot i); and the new inputs.
 
     Each row may have padding at its end only.
     """
@@ -49,7 +49,7 @@ def from_ring(
 def _counts_from_zero(positions_BT: Tensor) -> bool:
     """True if the positions of every row count from 0.
 
-    Always False while tracing and on a GPU, where the check would synchronise.
+    The answer is always False while tracing, and on a GPU, where the check would wait for the GPU.
     """
     if torch.compiler.is_compiling() or positions_BT.device.type != "cpu":
         return False
@@ -66,16 +66,16 @@ def rows(triangle_P: Tensor, positions_BT: Tensor, size: int) -> Tensor:
 
 
 def gather_rows(triangle_P: Tensor, row_BT1: Tensor, size: int) -> Tensor:
-    """The given rows of the (size, size) matrix, gathered number by number, (B, T, size)."""
+    """The given rows of the (size, size) matrix, (B, T, size), gathered number by number."""
     column_N = torch.arange(size, device=triangle_P.device)
     weights_BTN = triangle_P[(row_BT1 * (row_BT1 + 1) // 2 + column_N.minimum(row_BT1))]
     return weights_BTN.masked_fill(column_N > row_BT1, 0.0)
 
 
 def multiply(weights_TT: Tensor, x_BTD: Tensor) -> Tensor:
-    """sum_{j <= t} weights[t, j] x_j, in their common dtype; weights above the diagonal are not read.
+    """sum_{j <= t} weights[t, j] x_j, in the common dtype of both; weights above the diagonal are not read.
 
-    One product computes BLOCK rows for all texts; it reads the columns up to the diagonal only.
+    One product computes BLOCK rows for all texts, and reads only the columns up to the diagonal.
     """
     x_TN, parts = x_BTD.transpose(0, 1).flatten(1), weights_TT.split(BLOCK)
     ends = [min(first + BLOCK, len(x_TN)) for first in range(0, len(x_TN), BLOCK)]

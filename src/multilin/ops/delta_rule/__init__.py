@@ -1,4 +1,4 @@
-"""Delta rule: each head has a matrix as memory, in which each token corrects the value stored under its key."""
+"""Delta rule: each head has a memory matrix, in which each token corrects the value stored under the token's key."""
 
 from functools import partial
 from typing import NamedTuple
@@ -43,14 +43,14 @@ def delta_rule(
     starts: Bool[Tensor, "B T"] | None = None,
     needs_state: bool = True,
 ) -> tuple[Float[Tensor, "B T H E"], DeltaRuleState | None]:
-    """Read a memory matrix with queries; each token first decays the matrix and corrects the value under its key.
+    """Read a memory matrix with queries. Each token first decays the matrix and corrects the value of the token's key.
 
         M_t = a_t (1 - b_t k_t k_t^T) M_(t-1) + b_t k_t v_t^T        y_t = M_t^T q_t        a_t = e^(log_decay_t)
 
     M is the transpose of S in the papers, and 0 at the start of a text. The memory is stable if keys have length 1 and
     rates b are between 0 and 2. Rate 1 replaces the value stored under the key; larger rates also reflect the value.
-    Without rates nothing is corrected, M_t = a_t M_(t-1) + k_t v_t^T: this is gated linear attention with one gate per
-    head, or linear attention if there are no decays either.
+    Without rates, no value is corrected: M_t = a_t M_(t-1) + k_t v_t^T. This is gated linear attention with one gate
+        per head, or linear attention if there are no decays either.
 
     Args:
         queries, keys: (B, T, H, D); normalise and scale them before the call.
@@ -69,8 +69,8 @@ def delta_rule(
     Raises:
         InputError: shapes that do not fit.
 
-    Cost: 2 B T H (C (3 D + 2 E) + 3 D E) multiplications and additions for chunks of C = 64 tokens, three times
-    as many with backward, in float32 or better even for bf16 inputs. Memory for a backward pass: about 10 (C + D)
+    Cost: 2 B T H (C (3 D + 2 E) + 3 D E) multiplications and additions for chunks of C = 64 tokens, three times as many
+    with a backward pass, in float32 or better even for bf16 inputs. Memory for a backward pass: about 10 (C + D)
     numbers for each token and head.
     Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks as in "Parallelizing Linear Transformers with
     the Delta Rule over Sequence Length" (arXiv 2406.06484).
@@ -106,9 +106,9 @@ def delta_rule_weights(
 ) -> Float[Tensor, "B H T T"]:
     """Compute the weights w in y_t = sum_{s <= t} w_ts v_s of `delta_rule`, for a text from its start.
 
-    Arguments as for `delta_rule`. A value written by an earlier token weighs less where later keys overwrite it.
+    Arguments as for `delta_rule`. A value written by an earlier token weighs less if later keys overwrite the value.
 
-    Cost: as `delta_rule` with values of width T.
+    Cost: the same as for `delta_rule` with values of width T.
     """
     num_time = keys.shape[1]
     one_for_each = torch.eye(num_time, dtype=keys.dtype, device=keys.device)[None, :, None, :]

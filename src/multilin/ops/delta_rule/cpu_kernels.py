@@ -92,8 +92,8 @@ def weigh(task, elements, index, sources):
 def unweigh(task, elements, index, sources):
     """For one part of the chunks: compute the gradients of both products, in place, and of rates and logs.
 
-    A log gets the gradients of all pairs whose decay contains it. Rows go from last to first: after row t, dlogs[s]
-    is the sum over the pairs of s with t and later tokens, and the sum over s < t is the gradient of log t.
+    A log gets the gradients of all pairs whose decay contains this log. Rows go from last to first: after row t,
+    dlogs[s] is the sum over the pairs of s with t and later tokens, and the sum over s < t is the gradient of log t.
     """
     num_parts, high, low, rates, row_decays, dscores, dsystem, scores, overlaps, drates, dlogs = arguments_of(task)
     size = dlogs.shape[1]

@@ -10,13 +10,13 @@ def weigh(
     """Multiply scores and overlaps, in place, by P_ts = 2^(G_t - G_s) for s <= t, else 0.
 
     Args:
-        scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. Of overlaps, only numbers below the diagonal
+        scores, overlaps: (n, C, C) Q K^T and K K^T; both are changed. In `overlaps`, only numbers below the diagonal
             count.
-        logs: (n, C) G to the base 2; in float64, because in float32 a large log costs the others precision.
+        logs: (n, C) G to the base 2, in float64, because in float32 one large log would cost the other logs precision.
         rates: (n, C) b; None where there are no overlaps.
 
     Returns:
-        P, or None if `unweigh` computes it again; and b times the changed overlaps.
+        P, or None if `unweigh` computes P again; and b times the changed overlaps.
     """
     is_later_CC = torch.ones(*scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
     decays = (logs[:, :, None] - logs[:, None]).to(scores.dtype).masked_fill_(is_later_CC, -torch.inf).exp2_()
@@ -36,7 +36,7 @@ def unweigh(
         dscores: gradient of the changed scores, which becomes the gradient of Q K^T.
         dsystem: gradient of b times the changed overlaps, in which only numbers below the diagonal count; it becomes
             X + X^T where X is the gradient of K K^T.
-        scores, overlaps, decays: scores and overlaps as `weigh` changed them, and the decays that it returned.
+        scores, overlaps, decays: scores and overlaps as `weigh` changed them, and the decays that `weigh` returned.
         logs, rates: as given to `weigh`.
     """
     by_pair, drates = dscores * scores, None

@@ -1,4 +1,4 @@
-"""Start the GPU kernels of the triangular systems, and of the steps that go chunk after chunk.
+"""Start the GPU kernels for the triangular systems, and for the steps that process chunk after chunk.
 
 The kernels are in `gpu_kernels`.
 """

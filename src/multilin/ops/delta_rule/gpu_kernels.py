@@ -23,7 +23,7 @@ WAYS: list[tuple[dict[str, int], int, int]] = [
 
 @triton.jit
 def invert(p_lower, p_inverse, length, BC: tl.constexpr):
-    """Compute (1 + L)^(-1) of one chunk like `portable.invert`, but begin with the inverses of blocks of 2 rows."""
+    """Compute (1 + L)^(-1) of one chunk as `portable.invert` does, but begin with the inverses of blocks of 2 rows."""
     o_c = tl.arange(0, BC)
     m_c, o_chunk = o_c < length, tl.program_id(0).to(tl.int64) * length * length
     b_lower = load_tile(p_lower + o_chunk, o_c, m_c, length, o_c, m_c)
@@ -44,7 +44,7 @@ def write(
     num_chunks, length, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
-    """Store `added` and M before each chunk, and M after the last; with p_through_q, compute the right column above."""
+    """Store `added`, M before each chunk and M after the last; with p_through_q, compute the right equations above."""
     i_m, num_memories = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     o_c, o_d, o_e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     m_c, m_d, m_e = o_c < length, o_d < D, o_e < E

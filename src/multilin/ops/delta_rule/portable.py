@@ -1,12 +1,12 @@
 """The gated delta rule in chunks of tokens, by matrix products.
 
-Let u_t be the vector that token t adds to the memory at its key, M_t = a_t M_(t-1) + k_t u_t^T. In a chunk that
-begins with the memory M, these vectors solve a unit triangular system. G are the sums of the logs of the decays from
-the chunk's start, P_ts = e^(G_t - G_s) for s <= t, and b the rates:
+Let u_t be the vector that token t adds to the memory under the token's key: M_t = a_t M_(t-1) + k_t u_t^T. In a chunk
+that begins with the memory M, these vectors solve a unit triangular system. G are the sums of the logs of the decays
+from the chunk's start, P_ts = e^(G_t - G_s) for s <= t, and b the rates:
 
     (1 + tril_(-1)(b K K^T * P)) U = b V - b e^G K M        Y = e^G Q M + tril(Q K^T * P) U
 
-The system is solved for all chunks at once, with the right sides b V and b e^G K. Only two products remain to be done
+The system is solved for all chunks at once, with the right sides b V and b e^G K. Only two products have to be computed
 chunk after chunk.
 """
 
@@ -54,7 +54,7 @@ def delta_rule(
 
 
 def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
-    """Reshape (B, T, H, ...) to (N, B * H, C, ...), filled up with zeros, which change nothing."""
+    """Reshape (B, T, H, ...) to (N, B * H, C, ...); zeros, which do not change the results, fill the last chunk."""
     missing = -x_BTHD.shape[1] % chunk
     if missing:
         x_BTHD = pad(x_BTHD, (0, 0) * (x_BTHD.ndim - 2) + (0, missing))
@@ -62,7 +62,7 @@ def _chunks(x_BTHD: Tensor, chunk: int) -> Tensor:
 
 
 class _Chunks(torch.autograd.Function):
-    """Results (N, M, C, E) of N chunks, and the memory after the last; M counts the heads of all texts, n = N * M."""
+    """Results (N, M, C, E) of N chunks, and the last memory; M is the number of heads of all texts, n = N * M."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ def write(
         added -= read M        M <- e^(G_C) M + (e^(G_C - G) K)^T added
 
     Args:
-        num_chunks: N. An axis of length n = N * M has chunk after chunk, each with the M heads of all texts.
+        num_chunks: N. An axis of length n = N * M holds the chunks in order, each with the M heads of all texts.
         added, read, k_to_end: (n, C, E), (n, C, D) or None, (n, C, D); `added` may be overwritten.
         over_chunk: (n, 1, 1) e^(G_C).
         memory_MDE: the memory before the first chunk.
@@ -255,9 +255,9 @@ def _before(x_nC: Tensor) -> Tensor:
 
 
 def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
-    """G, the sums of logs from the chunk's start, to base 2, because PyTorch's e^x is very slow where it underflows.
+    """G, the sums of logs from the chunk's start; to base 2, because PyTorch's e^x is very slow where e^x underflows.
 
-    They are in float64, because in float32 one large log would cost the others precision.
+    The sums are in float64, because in float32 one large log would cost the other logs precision.
     """
     if log_decays_nC is None:
         return like.new_zeros(like.shape[:2], dtype=torch.float64)
@@ -265,9 +265,9 @@ def _sums_of_logs(log_decays_nC: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
-    """Solve x^T (1 + U) = known^T, U being the part of `matrix` above or below its diagonal; overwrite `known`.
+    """Solve x^T (1 + U) = known^T, where U is the part of `matrix` above or below its diagonal; overwrite `known`.
 
-    A system for rows leaves x in memory so that later products need no copy.
+    When rows are solved for, x lies in memory such that later products need no copy.
     """
     rows = known.mT
     in_place = None if torch.compiler.is_compiling() else rows
@@ -277,8 +277,8 @@ def _solve_rows(matrix: Tensor, known: Tensor, *, upper: bool) -> Tensor:
 def invert(lower: Tensor) -> Tensor:
     """Compute (1 + L)^(-1) by products alone, which every graph runtime supports.
 
-    It is built from the inverses of diagonal blocks of 1, 2, 4, ... rows. For two neighbouring blocks A and C, and the
-    block B below A and left of C, the missing block of the inverse is -C^(-1) B A^(-1).
+    The inverse is built from the inverses of diagonal blocks of 1, 2, 4, ... rows. For two neighbouring blocks A and C,
+    and the block B below A and left of C, the missing block of the inverse is -C^(-1) B A^(-1).
     """
     index_C = torch.arange(lower.shape[-1], device=lower.device)
     inverse = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)

@@ -8,7 +8,7 @@ def delta_rule(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, log_decays_BTH: Tensor | None,
     rates_BTH: Tensor | None, memory_BHDE: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `multilin.ops.delta_rule`; the arguments contain padding and starts. Returns results and last memory."""
+    """See `multilin.ops.delta_rule`; the arguments include padding and starts. Return results and the last memory."""
     results = []
     for t in range(queries_BTHD.shape[1]):
         queries_BHD, keys_BHD, written_BHE = queries_BTHD[:, t], keys_BTHD[:, t], values_BTHE[:, t]

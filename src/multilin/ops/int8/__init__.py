@@ -65,20 +65,20 @@ def int8_linear(
     with one scale per row of x (a token) and one for the weight. Tokens are rounded one by one, so the result at a
     token does not depend on the tokens read with it.
 
-    The gradient is straight-through: the gradient of the rounded product, as if rounding were the identity.
-    With backward "int8" both products of the gradient are int8, too. dy is rounded stochastically, without bias. For
-    dx it gets one scale per token. For dweight, a sum over rows, it is first multiplied by the row scales of x and gets
-    one scale per output. The random numbers come from torch's default generator of the CPU.
+    The gradient is straight-through: the gradient of the rounded product, as if rounding were the identity. With
+    backward "int8", both products of the gradient are int8, too. dy is rounded stochastically, without bias. For dx, dy
+    gets one scale per token. For dweight, a sum over rows, dy is first multiplied by the row scales of x and gets one
+    scale per output. The random numbers come from torch's default generator of the CPU.
 
     Args:
         x: (..., n) float.
         weight: (m, n) float; or Rounded, weights that stay int8.
         bias: (m,) added to the result, or None.
         factor: multiplies the product.
-        levels: levels of the rounded weight; all choices but int8 simulate coarser storage, see `simulate_rounding`.
+        levels: levels of the rounded weight; all except "int8" simulate coarser storage, see `simulate_rounding`.
         backward: arithmetic of the gradient's products.
-        parameter: float tensor of the weight's shape that gets the gradient of a Rounded weight; None computes no
-            gradient of such a weight. Its numbers are not read.
+        parameter: float tensor of the weight's shape that gets the gradient of a Rounded weight; None computes no such
+            gradient. Numbers in `parameter` are not read.
 
     Returns:
         (..., m) in the dtype of x, or of autocast.
@@ -86,7 +86,7 @@ def int8_linear(
     Raises:
         InputError: shapes that do not fit, or n > 131072, where int32 could overflow.
 
-    Cost: 2 m n operations of int8 per row; keeps n bytes per row for the backward pass.
+    Cost: 2 m n int8 operations per row; n bytes per row are kept for the backward pass.
     Source: TScale (int8 model matrices and normalised states).
     """
     values = weight.values if isinstance(weight, Rounded) else weight
@@ -114,7 +114,7 @@ def int8_block_outer(
         y_d = factor * sp * sw * sum over n, k, j of W[d, n, k, j] * P[n, k, j]
         P[n, k, j] = round(left[n, k] * right[n, j] / sp)
 
-    The products of pairs are rounded per row, and never stored as floats. Gradients as in `int8_linear`.
+    The products of pairs are rounded per row, and never stored as floats. Gradients are computed as in `int8_linear`.
 
     Args:
         left, right, weight: as for `block_outer`; weight may be Rounded.

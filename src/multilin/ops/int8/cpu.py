@@ -1,4 +1,4 @@
-"""The steps of int8 products on a CPU, each one pass over memory; the kernels are in `cpu_kernels`."""
+"""The steps of int8 products on a CPU: each step is one pass over memory; the kernels are in `cpu_kernels`."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """CPU kernels around int8 products.
 
-The largest magnitude is found by comparing bits without the sign. Their order is the order of the magnitudes, with nan
-largest, so nan and inf reach the scale. Adding 1.5 * 2^23 rounds to an integer in the low bits, ties to even.
+The largest magnitude is found by comparing bits without the sign. Bits have the order of the magnitudes, with nan
+largest, so nan and inf reach the scale. Adding 1.5 * 2^23 rounds a number to an integer in the low bits, ties to even.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ def _magnitude(number):
 
 @njit(**EXACT)
 def _scale_and_inverse(largest):
-    """From the largest magnitude, the scale and its inverse; the inverse is 0 if the scale is 0 or not finite."""
+    """Return the scale for a largest magnitude, and 1 / scale, which is 0 instead if the scale is 0 or not finite."""
     scale = np.int32(largest).view(np.float32) / _LARGEST
     return scale, ONE / scale if scale > ZERO and scale < np.float32(np.inf) else ZERO
 

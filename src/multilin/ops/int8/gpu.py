@@ -1,7 +1,7 @@
 """The steps of int8 products on a GPU: each rounding is one kernel, and products are scaled in the kernel.
 
-Every step is an operator, so that torch.compile traces it; seeds are CPU tensors, which the operator reads. The
-kernels are in `gpu_kernels`.
+Every step is an operator, so that torch.compile can trace the step; operators read seeds from CPU tensors. The kernels
+are in `gpu_kernels`.
 """
 
 import torch

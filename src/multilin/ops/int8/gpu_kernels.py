@@ -1,7 +1,7 @@
 """Triton kernels of int8 products: rounding in one pass from memory, and products scaled before they are written.
 
-Rows are divided and rounded as in the portable path, so that both give the same integers. Products of pairs are
-rounded from float32, also if the factors are in half precision.
+Rows are divided and rounded as in the portable steps, so that both give the same integers. Products of pairs are
+rounded from float32, even if the factors are in half precision.
 """
 
 import triton
@@ -30,7 +30,7 @@ def to_int8(numbers, seed, places, RANDOM: tl.constexpr):
 
 @triton.jit
 def load_numbers(p_row, p_right, i_columns, width, K: tl.constexpr, J: tl.constexpr):
-    """Load numbers of a row in float32; with a right factor, products of pairs in blocks of K and J."""
+    """Load numbers of a row in float32; with a right factor, load products of pairs in blocks of K and J."""
     if p_right is None:
         return tl.load(p_row + i_columns, mask=i_columns < width, other=0.0).to(tl.float32)
     else:
@@ -73,7 +73,7 @@ def load_scaled(p_x, p_row_scale, i_rows, i_columns, num_rows, width, row_stride
 def largest_of_columns(
     p_x, p_row_scale, p_largest, num_rows, width, row_stride, rows_per_part, BR: tl.constexpr, BW: tl.constexpr
 ):
-    """Update max |row_scale * x| of each column, stored as bits, with one part of the rows."""
+    """Update max |row_scale * x| of each column, stored as bits, with the numbers of one part of the rows."""
     i_columns = tl.program_id(0) * BW + tl.arange(0, BW)
     first = tl.program_id(1) * rows_per_part
     largest = tl.zeros((BW,), tl.int32)

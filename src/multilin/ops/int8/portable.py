@@ -21,7 +21,7 @@ def draw_seed() -> Tensor:
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """(m, n) int8 times (n, p) int8, exact in int32."""
+    """Multiply (m, n) int8 by (n, p) int8, exactly in int32."""
     if left.device.type != "cuda":
         return torch._int_mm(left, right)
     (m, n), p = left.shape, right.shape[1]
@@ -32,7 +32,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 class PortableSteps:
-    """Rounding before and scaling after the int8 products.
+    """The steps around int8 products: rounding before, and scaling after.
 
     `CpuSteps` and `GpuSteps` do the same with fewer passes over memory. Rows are 2-D: (R, width).
     """

@@ -1,4 +1,4 @@
-"""Rounding to int8 with a scale: of tensors, rows, blocks, and of weights to fewer levels."""
+"""Rounding of tensors, rows and blocks to int8 with a scale, and of weights to fewer levels."""
 
 from typing import Literal, NamedTuple
 
@@ -27,12 +27,12 @@ def quantize(x: Float[Tensor, "*shape"], *, per: Literal["matrix", "row"] = "row
 
         values = round(x / scale)        scale = max |x| / 127, over the whole tensor or over each row (last axis)
 
-    so |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding
-    again changes nothing. Ties go to the even number. Nan and inf in x make the scale nan or inf.
+    So |x - scale * values| <= scale / 2, zero stays zero, the largest number becomes +-127, and rounding again changes
+    nothing. Ties go to the even number. Nan and inf in x make the scale nan or inf.
 
     Args:
         x: any shape, a float dtype.
-        per: the numbers that share a scale. Scales are float32 or better, of shape () or (..., 1).
+        per: which numbers share a scale. Scales are float32 or better, of shape () or (..., 1).
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if per == "row":
@@ -57,7 +57,7 @@ def dequantize_blocks(rounded: Rounded, shape: torch.Size | tuple[int, ...]) -> 
 
 
 def row_scale(x: Tensor) -> Tensor:
-    """The largest |x| of each row / 127, (..., 1); 0 for rows without numbers."""
+    """For each row, the largest |x| / 127, (..., 1); 0 for rows without numbers."""
     return x.abs().amax(dim=-1, keepdim=True) / 127 if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
@@ -68,7 +68,7 @@ def _round_by(x: Tensor, scale: Tensor) -> Rounded:
 
 
 def round_weight(weight: Tensor, levels: str = "int8") -> Rounded:
-    """A weight as int8 with one scale: max |w| / 127, or for fewer levels the source's step, rms / 32.
+    """A weight as int8 with one scale: max |w| / 127, or for fewer levels TScale's step, rms / 32.
 
     Raises:
         InputError: unknown levels.
@@ -84,7 +84,7 @@ def round_weight(weight: Tensor, levels: str = "int8") -> Rounded:
 
 
 def _nearest_level(steps: Tensor, count: int) -> Tensor:
-    """The middle of the cell that a number lies in; cells beyond the range belong to the last one."""
+    """The middle of the cell in which a number lies; numbers beyond the range belong to the last cell."""
     cell = 2 * _RANGE // count
     if count % 2:
         index = (steps / cell).round().clamp(-(count // 2), count // 2)
@@ -98,7 +98,7 @@ def simulate_rounding(weight: Tensor, levels: str) -> Tensor:
 
         sim_2bit: +-12, +-36 steps, split at +-24        sim_4bit: +-3, +-9, ... +-45        ternary: 0, +-32
 
-    A step is 1/32 of the weight's root mean square; in the source it is 1/32, because weights there have variance 1. A
+    A step is 1/32 of the weight's root mean square; in TScale a step is 1/32, because weights there have variance 1. A
     weight of zeros stays zero. The result has the weight's shape and dtype.
 
     Source: TScale (sim_2bit). The other levels follow the same rule.

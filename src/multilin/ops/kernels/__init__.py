@@ -23,7 +23,7 @@ _PROCESS = os.getpid()
 
 
 class LazyModule:
-    """A module, imported when one of its names is first read: numba and triton load slowly, and may be missing."""
+    """A module that is imported when one of its names is first read: numba and triton load slowly or may be missing."""
 
     def __init__(self, name: str) -> None:
         self._module = name
@@ -35,7 +35,7 @@ class LazyModule:
 
 
 def is_forked() -> bool:
-    """True in a forked process, where OpenMP's threads are gone and a parallel region hangs or kills the process."""
+    """True in a forked process, which has none of OpenMP's threads: a parallel loop would hang or kill the process."""
     return os.getpid() != _PROCESS
 
 
@@ -70,7 +70,7 @@ def needs_gradients(*inputs: object) -> bool:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Fail in a backward pass that is itself to be differentiated: the second derivative would lack a part.
+    """Fail in a backward pass that is to be differentiated again: the second derivative would lack a part.
 
     Raises:
         RuntimeError: the gradient is taken with create_graph=True.
@@ -80,7 +80,7 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def is_traced(*inputs: object) -> bool:
-    """True if a call with these inputs is traced into a graph, which must consist of registered operators."""
+    """True if a call with these inputs is traced: the graph must then consist of registered operators."""
     if torch.compiler.is_compiling():
         return True
     return any([type(x) is not Tensor and isinstance(x, Tensor) and type(x) is not Parameter for x in inputs])  # noqa: C419
@@ -101,7 +101,7 @@ def refuses_eager(*inputs: object, **options: object) -> str | None:
 
 
 def _on_its_device(compute: Callable) -> Callable:
-    """Wrap a function so that the GPU of its first tensor is the current one: Triton starts kernels only there."""
+    """Wrap a function so that its first tensor's GPU is current: Triton starts kernels only on the current GPU."""
 
     @functools.wraps(compute)
     def compute_there(*inputs: Any) -> Any:
@@ -115,7 +115,7 @@ def _on_its_device(compute: Callable) -> Callable:
 
 
 class Operator:
-    """The PyTorch operator `multilin::NAME` around a function; skipped if no gradient and no tracing needs it."""
+    """The PyTorch operator `multilin::NAME` around a function; calls without gradients or tracing skip the operator."""
 
     def __init__(
         self, name: str, compute: Callable, fake: Callable, gradient: tuple[Callable, ...], changed: tuple[str, ...]
@@ -139,12 +139,12 @@ def operator(
     Args:
         name: the operator's name.
         fake: function of the same arguments that returns empty tensors with the shapes and dtypes of the results.
-        gradient: the functions `setup_context` and `backward` of `torch.library.register_autograd`, if it has one.
+        gradient: the functions `setup_context` and `backward` of `torch.library.register_autograd`, if any.
         changed: names of the arguments that the function changes in place.
     """
     return lambda compute: Operator(name, compute, fake, gradient, changed)
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """The tensor itself if the numbers of its last axis are adjacent in memory, else a copy; for kernels."""
+    """For kernels: the tensor itself if the numbers of its last axis are adjacent in memory, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Addresses and numbers in CPU kernels: arrays, bf16, the exponential, and how freely the compiler may reorder sums."""
+"""Tools of CPU kernels: arrays at addresses, bf16, the exponential, and how freely the compiler may reorder sums."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def pointer_to(typing_context, kind, address):
 
 
 class TaskType(types.Opaque):
-    """The address of a kernel's arguments, of types `kinds`: each a 64-bit word, an array its address and sizes."""
+    """The address of a kernel's arguments of types `kinds`; a number is a 64-bit word, an array address and sizes."""
 
     def __init__(self, kinds, sources):
         super().__init__(f"task{kinds} {sources}")
@@ -96,7 +96,7 @@ def part_of(num_rows, num_parts, part):
 
 
 def _types_like(number):
-    """Types of 16-bit words, 32-bit words and floats for this number or vector, and a function that makes constants."""
+    """For this number or vector: the types of 16-bit words, 32-bit words and floats, and a maker of constants."""
     if not isinstance(number.type, ir.VectorType):
         return _SHORT, _WORD, _FLOAT, functools.partial(ir.Constant, _WORD)
     count = number.type.count
@@ -130,7 +130,7 @@ def widen(typing_context, number):
 
 @intrinsic
 def narrow(typing_context, number, other):
-    """Convert a float32 to the type of `other`: itself, or the bits of the nearest bf16, ties to even."""
+    """Convert a float32 to the type of `other`: to float32, or to the bits of the nearest bf16, ties to even."""
 
     def generate(context, builder, signature, arguments):
         return arguments[0] if other == types.float32 else to_bf16(builder, arguments[0])
@@ -149,7 +149,7 @@ def sum_of(x):
 
 @njit(**SCALARS)
 def exp_negative(x):
-    """e^x for x <= 0 in float32, 0 below -87; the polynomial of Cephes' expf, which the compiler can vectorise."""
+    """e^x in float32 for x <= 0, 0 below -87; Cephes' expf polynomial, which compilers can vectorise."""
     bounded = _SMALLEST if x < _SMALLEST else x
     n = np.rint(bounded * _LOG2_E)
     r = bounded - n * _LN2_HIGH

@@ -33,7 +33,7 @@ _Kernel = Callable[..., None]
 
 
 def num_threads(num_elements: int) -> int:
-    """Threads to use for tensors of this size: as many as PyTorch uses; one for little work and in a forked process."""
+    """The number of threads for tensors of this size: PyTorch's number, or 1 for little work or in a forked process."""
     if num_elements <= SMALL or is_forked():
         return 1
     return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
@@ -48,7 +48,7 @@ def launch_parts(
         kernel: as for `launch`; `arguments_of(task)` gives it the number of parts and then the arguments.
         num_elements: size of the tensors; nothing is done if it is 0.
         arguments: numbers, and contiguous tensors as arrays (rows, last axis) or vectors; None is an empty vector.
-        num_parts: number of parts of the work; None is one for each thread.
+        num_parts: number of parts of the work; None is one part for each thread.
     """
     if num_elements == 0:
         return
@@ -122,7 +122,7 @@ def _compiled(kernel: _Kernel, kinds: tuple[Any, ...]) -> tuple[int, Callable[..
 
 @functools.cache
 def _source_digest() -> str:
-    """Hash of the sources of all CPU kernels, because numba's cache checks only the file of the compiled function."""
+    """Hash of the sources of all CPU kernels; numba's own cache checks only the file of the compiled function."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.parent.glob("*/cpu*.py")):
         digest.update(path.read_bytes())
@@ -134,7 +134,7 @@ def _with_own_cache_file(function: Callable[..., Any], argument_types: str) -> C
 
     Numba numbers the files of a function in one index, without a lock: if two processes compile for different
     types at the same time, one may store its code under the number that the other has entered for its types. A process
-    that loads it then runs code for other types, which damages memory. With separate files, both write the same code.
+    that loads this code damages memory. With separate files, both processes write the same code.
     """
     copy = FunctionType(function.__code__, function.__globals__, function.__name__)
     copy.__qualname__ = f"{function.__qualname__}_{hashlib.sha256(argument_types.encode()).hexdigest()[:16]}"

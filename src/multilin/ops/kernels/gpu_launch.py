@@ -12,10 +12,10 @@ from multilin.ops.kernels.gpu_tiles import FLOAT32_PRODUCTS
 
 
 def autotuned(configs: Sequence[tuple[dict[str, int], int, int]], key: Sequence[str]) -> Callable[[Any], Any]:
-    """A decorator above @triton.jit that measures the fastest way to compile a kernel, once per kind of call.
+    """A decorator above @triton.jit that finds the fastest way to compile a kernel by measuring, once per kind of call.
 
-    Choices are kept on disk between processes. The kernel must give the same result when it runs again on its own
-    output, as it does while it is measured. The interpreter takes the first config and measures nothing.
+    Choices are kept on disk between processes. During the measurement the kernel runs again on its own output, and must
+    then give the same result. The interpreter takes the first config and measures nothing.
 
     Args:
         configs: the ways to compile: constants, warps and pipeline stages. The first should be the likely fastest.
@@ -36,7 +36,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def float32_products() -> str:
-    """Precision of products in kernels for float32 tensors, as in PyTorch: float32, or tf32 where it is allowed."""
+    """The precision of float32 products in kernels: float32, or tf32 where PyTorch's settings allow it."""
     is_allowed = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if is_allowed else FLOAT32_PRODUCTS.value
 

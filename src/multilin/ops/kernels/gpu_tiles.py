@@ -1,4 +1,4 @@
-"""Steps on tiles in GPU kernels, such as load, round, multiply and store; the same compiled and interpreted."""
+"""Steps on tiles in GPU kernels, such as load, round, multiply and store, both compiled and interpreted."""
 
 import torch
 import triton
@@ -61,7 +61,7 @@ def dot(left, right, float32_products: tl.constexpr = FLOAT32_PRODUCTS):
 
 @triton.jit
 def load_row(p_row, o_t, m_t, stride, other):
-    """Load one number for each position o_t, `other` outside the mask."""
+    """Load one number for each position o_t; outside the mask, use `other`."""
     return tl.load(p_row + o_t.to(tl.int64) * stride, mask=m_t, other=other)
 
 
@@ -80,7 +80,7 @@ def store_tile(p_tile, o_t, m_t, stride, o_d, m_d, b_tile):
 
 @triton.jit
 def finite(top):
-    """A running maximum that can be subtracted: 0 where it is infinite."""
+    """A running maximum that can be subtracted: infinite values become 0."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 

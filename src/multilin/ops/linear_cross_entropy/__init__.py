@@ -1,4 +1,4 @@
-"""Cross entropy of a linear output layer that never holds all logits."""
+"""Cross entropy of a linear output layer, computed without holding all logits at once."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +40,7 @@ def linear_cross_entropy(
 
     With label smoothing s the target distribution is (1 - s) onehot(target) + s / V. Rows whose target is -100 are
     ignored. The gradients are computed in the forward pass, chunk by chunk, so the peak memory is one chunk of logits,
-    about 2^23 numbers, or 2^26 on a GPU, whatever N is. Under autocast the matrix products use its dtype; softmax,
+    about 2^23 numbers, or 2^26 on a GPU, whatever N is. Under autocast, matrix products use autocast's dtype; softmax,
     loss and the sum of the weight's gradient stay in float32.
 
     Args:
@@ -51,11 +51,11 @@ def linear_cross_entropy(
         label_smoothing: share of the target distribution that is spread evenly over the vocabulary, in [0, 1).
 
     Returns:
-        A scalar in float32 (float64 for float64 inputs). It has first derivatives in hidden, weight and bias.
+        A scalar in float32 (float64 for float64 inputs), differentiable once by hidden, weight and bias.
 
     Raises:
-        InputError: not one target per row, a target that is no token id (checked only on a CPU),
-            or a share outside [0, 1).
+        InputError: not one target per row, a target that is not a token id (checked only on a CPU), or a share outside
+            [0, 1).
 
     Cost: 3 products of N x D x V; memory for the logits of a chunk and for one gradient of the size of `weight`. On a
     CPU, ignored rows cost nothing.
@@ -88,7 +88,7 @@ def rows_of_chunk(num_outputs: int, device: torch.device) -> int:
 
 
 def _counted_rows(hidden: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor | None:
-    """The rows that are not ignored; None if no row is ignored, and on a GPU, where finding them would synchronise."""
+    """The rows that are not ignored; None if no row is ignored, or on a GPU, to avoid waiting for it."""
     check_shapes(("targets", targets_N, hidden.shape[:1]))
     if hidden.device.type != "cpu" or is_traced(hidden, targets_N):
         return None

@@ -1,4 +1,4 @@
-"""The kernel of `linear_cross_entropy`: it reads and writes each row of logits once, and works in the cache.
+"""The kernel of `linear_cross_entropy`, which reads and writes each row of logits once and works in the cache.
 
 With x = l + bias and p = softmax(x), the loss is log sum e^x - (1 - s) x_target - s mean(x). Its gradient is
 p - s / V - (1 - s) onehot(target).
@@ -25,7 +25,7 @@ POSITIVE, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 @njit(**SCALARS)
 def read(logits, bias, scores):
-    """scores = logits + bias, without bias if it is empty."""
+    """scores = logits + bias, or scores = logits if the bias is empty."""
     for j in range(scores.size):
         scores[j] = widen(logits[j])
     for j in range(bias.size):
@@ -69,7 +69,7 @@ def add(scores, factor, shift, result):
 
 
 def forward(task, elements, index, sources):
-    """Process one part of the rows of logits (rows, width); if makes_gradient, the gradient overwrites them.
+    """Process one part of the rows of logits (rows, width); if makes_gradient, the gradient overwrites the logits.
 
     all_scores and all_dbias are work space (num_parts, width); bias and the rows of all_dbias may be empty.
     """

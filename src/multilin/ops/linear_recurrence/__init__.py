@@ -44,12 +44,12 @@ def linear_recurrence(
 
         h_t = (1 - z_t) h_(t-1) + z_t g(u_t)        z_t = sigmoid(k_t)        g(u) = u + 0.5 for u >= 0, else sigmoid(u)
 
-    All terms are positive, so nothing cancels, and 1 - z_t is computed as sigmoid(-k_t): the error does not grow with
-    the text. A running softmax mean with logits log z_t - sum_{s<=t} log(1 - z_s) is equal in exact arithmetic, but its
-    logits rise with every token, until float32 cannot hold their differences.
+    The error does not grow with the text, because all terms are positive and 1 - z_t is computed as sigmoid(-k_t). In
+    exact arithmetic, a running softmax mean with logits log z_t - sum_{s<=t} log(1 - z_s) is equal, but these logits
+    rise with every token, until float32 cannot hold their differences.
 
     Args:
-        inputs: (B, T, 2, D) k and u, side by side, as from one matrix product; k may be -inf, so that z = 0.
+        inputs: (B, T, 2, D) k and u side by side, as one matrix product gives them; k may be -inf, so that z = 0.
         state: the state that an earlier call returned; h continues from it.
         starts: (B, T) True where a new text begins: h is 0 before it.
         padding: (B, T) True at padding, where h stays as it is.
@@ -61,7 +61,7 @@ def linear_recurrence(
     Raises:
         InputError: inputs whose third axis is not of length 2.
 
-    Cost: O(B T D) time: forward one pass over inputs and hidden states, backward one over these and their gradients.
+    Cost: O(B T D) time: a forward pass over inputs and hidden states, a backward pass over these and their gradients.
     Source: "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU with the continuous g of its appendix.
     """
     if inputs.ndim != 4 or inputs.shape[2] != 2:

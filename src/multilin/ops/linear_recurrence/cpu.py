@@ -1,6 +1,6 @@
 """Start the CPU kernels of minGRU's recurrence, in `cpu_kernels`; each direction is one pass over memory.
 
-Threads share the texts, and also the channels if the texts do not divide evenly.
+Threads divide the texts, and also the channels if the texts do not divide evenly.
 """
 
 from collections.abc import Callable

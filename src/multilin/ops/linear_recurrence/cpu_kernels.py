@@ -4,7 +4,7 @@ Forward: h_t = q_t h_(t-1) + z_t c_t with c = g(u), z = sigmoid(k), q = 1 - z = 
 
     s_t = dh_t + q_(t+1) s_(t+1)        dk_t = s_t (c_t - h_(t-1)) z_t q_t        du_t = s_t z_t g'(u_t)
 
-where g' is 1 for u >= 0, else c (1 - c). Recomputing z, q and c from the inputs costs less than reading them.
+where g' is 1 for u >= 0, else c (1 - c). Recomputing z, q and c from the inputs costs less than storing them.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Start the GPU kernels of minGRU's recurrence; the kernels are in `gpu_kernels`.
 
 If texts and channels alone do not fill the GPU, time is cut into parts. A kernel first combines each part into one
-step. Inputs are then read twice in each direction.
+step, so inputs are read twice in each direction.
 """
 
 import torch

@@ -5,9 +5,9 @@ With c = g(u), z = sigmoid(k), q = 1 - z = sigmoid(-k), and f = q, but 0 where a
     h_t = f_t h_(t-1) + z_t c_t        s_t = f_(t+1) s_(t+1) + dh_t        dk_t = s_t (c_t - h_(t-1)) z_t q_t
 
 and du_t = s_t z_t g'(u_t), where h_(t-1) counts as 0 where a text begins. Both h and s take steps x -> f x + term, and
-two steps combine into one such step. So the steps of a chunk are combined by a parallel prefix scan, chunks follow each
-other, and a part of the time is one step, which `summarize` computes. z, q and c are computed again from the inputs,
-which costs less than reading them.
+two such steps combine into one. So a parallel prefix scan combines the steps of a chunk, chunks are processed in order,
+and `summarize` combines a part of the time into one step. z, q and c are computed again from the inputs, which costs
+less than reading them.
 """
 
 import triton
@@ -64,7 +64,7 @@ def load_candidates(p_inputs, o_t, m_t, o_d, m_d, D):
 
 @triton.jit
 def load_steps(p_inputs, p_starts, p_dhidden, o_t, o_d, T, D, BACKWARD: tl.constexpr):
-    """f and the term of each step, towards later positions or, backward, towards earlier ones."""
+    """f and the term of each step, towards later positions or, backward, towards earlier positions."""
     m_t, m_d = o_t < T, o_d < D
     if BACKWARD:
         _, q = load_shares(p_inputs, o_t + 1, o_t + 1 < T, o_d, m_d, D)

@@ -31,7 +31,7 @@ def _differentiate(ctx: Any, dhidden: Tensor, dafter: Tensor) -> tuple[None, Ten
 
 @operator("linear_recurrence", _fake_forward, _save, _differentiate)
 def linear_recurrence(kernels: str, inputs: Tensor, before: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `multilin.ops.linear_recurrence`, which does not call this for 0 tokens; the last state is in float32."""
+    """See `multilin.ops.linear_recurrence`, which calls this for at least 1 token; the last state is in float32."""
     hidden, after = _fake_forward(kernels, inputs, before, starts)
     _MODULES[kernels].forward(inputs.contiguous(), before.contiguous(), starts, hidden, after)
     return hidden, after

@@ -1,9 +1,9 @@
 """The recurrence of minGRU in PyTorch operations, in chunks: for any device, autograd, torch.compile and export.
 
 Within a chunk, h is the h that starts from 0, plus (product of all 1 - z so far) * (h before the chunk). Chunks are
-computed in parallel. The h before each chunk follow the same recurrence, CHUNK times shorter. Its factors are exp of
-sums of log(1 - z), because rounding 1 - z loses digits of a small z, with the same error at every token whose gate
-is the same. Factors lie in [0, 1], and nothing is divided or subtracted.
+computed in parallel. The h before each chunk follow the same recurrence, CHUNK times shorter. The factors are exp of
+sums of log(1 - z), because rounding 1 - z loses digits of a small z, with the same error at every token with the same
+gate. Factors lie in [0, 1], and nothing is divided or subtracted.
 """
 
 import torch

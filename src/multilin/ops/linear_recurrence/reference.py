@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def linear_recurrence(inputs_BT2D: Tensor, before_BD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `multilin.ops.linear_recurrence`: hidden states, and the last of them in the dtype of `before_BD`."""
+    """See `multilin.ops.linear_recurrence`; return all hidden states, and the last in the dtype of `before_BD`."""
     hidden_BD, all_hidden = before_BD, []
     for t, pair_B2D in enumerate(inputs_BT2D.to(before_BD.dtype).unbind(1)):
         gate_BD, candidate_BD = pair_B2D.unbind(1)
@@ -28,7 +28,7 @@ def linear_recurrence_weights(
     starts: Bool[Tensor, "B T"] | None = None,
     padding: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T T"], Float[Tensor, "B T"]]:
-    """The weight in h_t of each g(u_s), and of the 0 before the text, as means over the channels; they sum to 1.
+    """The weights in h_t of each g(u_s), and of the 0 before the text, averaged over the channels; they sum to 1.
 
     Cost: O(B D T^2) time, O(B T (T + D)) memory.
     """

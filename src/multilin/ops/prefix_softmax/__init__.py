@@ -42,16 +42,16 @@ def prefix_softmax(
 
         y_t = sum_j e^{l_j} v_j / sum_j e^{l_j}      j <= t, of the same text, and j > t - window if there is a window
 
-    A running maximum is subtracted from the logits, so any finite logit is safe. A token of logit -inf (padding) has
-    no weight; a position that reads only such tokens gets 0. If one token has nearly all the weight of a window, the
-    gradient of that token's logit is off by about 1e-7 times dy . v.
+    A running maximum is subtracted from the logits, so any finite logit is safe. A token of logit -inf (padding) has no
+    weight; a position that reads only such tokens gets 0. If one token has nearly all the weight of a window, the
+    gradient of this token's logit has an error of about 1e-7 times dy . v.
 
     Args:
         logits: (B, T, H) natural-log weights, one per token and head; -inf allowed, +inf and nan not.
-        values: (B, T, H, D) to be averaged.
-        window: number of tokens read, the current one included; None reads the whole past.
+        values: (B, T, H, D) the values to average.
+        window: number of tokens read, including the current token; None reads the whole past.
         own_logits: (B, T, H) logits with which each position reads its own value a second time; later positions do not
-            see these logits. None: no second time. Not allowed with a window or a null token.
+            see these logits. With None, no value is read twice. Not allowed with a window or a null token.
         null_logit: logit of an extra token of value 0 that every position reads (adds e^null_logit to the denominator).
         state: the state that an earlier call returned; its tokens are read first. With a window it may be a `Ring`.
         starts: (B, T) True where a new text begins; its positions read neither the state nor tokens before the start.
@@ -112,7 +112,7 @@ def prefix_softmax(
 def _read_ring(
     logits: Tensor, values: Tensor, ring: Ring, window: int | None, null_logit: float | None
 ) -> tuple[Tensor, reference.PrefixSoftmaxWindow]:
-    """The means of new tokens that read a ring, and the new tokens to put into the ring."""
+    """The means at new tokens, which read a ring; and the new tokens to put into the ring."""
     assert window is not None
     new = reference.PrefixSoftmaxWindow(logits, values.to(logits.dtype))
     if logits.shape[1] == 1 and not is_exported():

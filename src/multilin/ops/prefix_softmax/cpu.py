@@ -1,6 +1,6 @@
 """Start the CPU kernels of the prefix softmax: allocate results, describe the task, and divide the work.
 
-Work is divided by texts and, where there are fewer texts than threads, by time. Division by heads costs 1.2 to 2.4
+Work is divided by texts and, if there are fewer texts than threads, by time. Division by heads costs 1.2 to 2.4
 times as much, because every thread then reads memory in short pieces. Kernels take addresses and strides, so that rows
 may lie apart, as in a slice of a fused projection; a copy would cost as much as the kernel. Inside a row, heads and
 components are contiguous.
@@ -36,7 +36,7 @@ _SIZES = (
 
 
 class Task(ctypes.Structure):
-    """Arguments of a kernel. A tensor is its address (0 if absent), and its strides over texts and positions."""
+    """Arguments of a kernel. Each tensor has its address (0 if absent) and its strides over texts and positions."""
 
     _fields_ = [
         *((field, ctypes.c_int64) for name in TENSORS for field in (name, *_STRIDES[name])),
@@ -50,9 +50,9 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
 
     Returns:
         weights: (B, kinds of weights, T, H) in float32, all in [0, 1].
-        checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before each block of ROWS positions, and
-            after the last one; empty with a window.
-        rounding: (B, T, H, D), exact mean minus bf16 mean; empty without a window and in float32.
+        checkpoints: (B, T / ROWS + 1, H, D) in float32, the running mean before each block of ROWS positions, and after
+            the last block; empty with a window.
+        rounding: (B, T, H, D), exact mean minus bf16 mean; empty without a window or for float32 values.
     """
     (B, T, H, D), device = values.shape, values.device
     kinds = 6 if window is not None else 4 if is_gated(values, own, null) else 2
@@ -71,7 +71,7 @@ def forward(
     """Run the forward kernels.
 
     Returns:
-        The means; logits and values of the summary token after them, None without `needs_state`; and the tensors of
+        The means; logits and values of the summary token of all tokens, None without `needs_state`; and the tensors of
         `empty_kept`, None without `keeps`.
     """
     B, T, H, D = values.shape
@@ -151,7 +151,7 @@ def _launch(kernel: str, is_gated: bool, window: int | None, null: float, **tens
 
 
 def _num_parts(threads: int, num_batch: int, num_time: int, window: int | None) -> int:
-    """The number of parts into which time is cut: with fewer texts than threads, enough parts for all threads."""
+    """The number of parts into which time is cut: enough for all threads if there are fewer texts than threads."""
     parts = -(-threads // max(num_batch, 1))
     if window is not None:
         return min(parts, -(-num_time // window))

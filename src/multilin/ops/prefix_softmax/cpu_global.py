@@ -13,8 +13,8 @@ Without own term and null token, y is m. Backward, descending in time:
 
 S_t has a term for each position s >= t. C_t is the sum of the same terms, each multiplied by m_t - y_s. So tokens are
 compared with means component by component: if one token has nearly all the weight, the differences are 0, not the
-rounding error of two large sums. If y is m in float32, the backward pass reads y. Else one mean in ROWS is stored, from
-which it computes the others again. The gradient of the state is S and C before the first position.
+rounding error of two large sums. If y is m in float32, the backward pass reads y. Else one mean in ROWS is stored, and
+the backward pass computes the others again. S and C before the first position are the gradient of the state.
 
 Rounding errors do not add up over a long text: m and S are summed as in `cpu_sums`, and C is in float64.
 
@@ -95,7 +95,7 @@ def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summ
 
 @njit(forceinline=True, **SCALARS)
 def forward_rows(task, values, first, last, top, total, mean, is_summary):
-    """Compute the means of positions first <= t < last; top, total, mean are the state before them, and are updated."""
+    """Compute the means of positions first <= t < last; update top, total and mean, the state before them."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.own != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     keeps = task.weights != 0 and not is_summary
@@ -126,7 +126,7 @@ def forward_rows(task, values, first, last, top, total, mean, is_summary):
 
 
 def forward_summaries(tasks, values, index, sources):
-    """First launch: store top, total and mean of the piece that `index` selects, and whether no text starts in it."""
+    """First launch: store top, total and mean of piece number `index`, and whether no text starts in this piece."""
     task = task_of(tasks, index, True)
     piece = task.part
     numbers, rounded_mean = summary(task, piece)
@@ -145,7 +145,7 @@ def forward_summaries(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
-    """Merge the state of head h with one token that stands for all later tokens; if not `passes`, replace it."""
+    """Merge the state of head h with one token that stands for all later tokens; if not `passes`, replace the state."""
     highest = max(top[h] if passes else LOWEST, new_top)
     past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
     new = new_total * exp_negative(new_top - highest)
@@ -189,7 +189,7 @@ def forward(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def compute_means(task, values, first, means, w, a):
-    """Set means[0] to m before row `first`, which is a checkpoint, and means[i + 1] to m at row first + i."""
+    """Set means[0] to the checkpoint, m before row `first`, and means[i + 1] to m at row first + i."""
     H, D = task.num_heads, task.width
     assign(means[0], checkpoint(task, first // ROWS))
     for i in range(w.shape[0]):
@@ -208,7 +208,7 @@ def back_row(
     """Go back by one position: update C, and `new`, the rows' share of S; unless for a summary, store gradients.
 
     The mean before the position begins at element `old` of `means`; if gated, the mean after the position follows.
-    Heads are in descending order, like positions: ascending order takes twice as long.
+    Heads are processed in descending order, like positions: ascending order takes twice as long.
     """
     H, D = new.shape
     for h in range(H - 1, -1, -1):
@@ -235,7 +235,7 @@ def back_row(
 
 @njit(forceinline=True, **SCALARS)
 def backward_rows(task, values, first, last, S, C, is_summary):
-    """Compute gradients of positions first <= t < last; S and C of the later positions, in float64, are updated."""
+    """Compute gradients of positions first <= t < last; update S and C of the later positions, in float64."""
     num_heads, width, is_gated, has_own = task.num_heads, task.width, task.is_gated != 0, task.down != 0
     p_values, values_row, p_means, means_row = task.values, task.values_row, task.means, task.means_row
     p_dmeans, dmeans_row, p_dvalues, dvalues_row = task.dmeans, task.dmeans_row, task.dvalues, task.dvalues_row

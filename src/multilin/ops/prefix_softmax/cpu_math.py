@@ -1,8 +1,8 @@
-"""Steps that the CPU kernels of the prefix softmax share: rows in memory, alias names, weights of running means.
+"""Steps that the CPU kernels of the prefix softmax share: rows in memory, names of arrays, weights of running means.
 
 A kernel computes a group of positions in two stages. The first stage turns logits into weights in [0, 1]: (rows, H)
-scalars, with the heads in the SIMD lanes. Only this stage knows text starts, padding, windows and the null token.
-The second stage multiplies vectors by these weights and adds them.
+scalars, with the heads in the SIMD lanes. Only this stage handles text starts, padding, windows and the null token. The
+second stage multiplies vectors by these weights and sums the products.
 
 Names: `i` row of the group, `h` head, `d` component of a head, `k` component of all heads together.
 """
@@ -42,7 +42,7 @@ NAMES = (
 
 @intrinsic
 def rounded_like(typing_context, number, array):
-    """The value that a float32 has after it was stored in the array and read again."""
+    """The value that a float32 has after storing it in the array and reading it again."""
 
     def generate(context, builder, signature, arguments):
         number = arguments[0]
@@ -93,7 +93,7 @@ def put(typing_context, array, index, number, name):
 def task_of(tasks, index, is_summary):
     """The task for one `index` of a launch, with its part (or piece) of the time and the tensors of its text.
 
-    It is a copy in separate memory; for index 0, it is the given task itself, the first part of the first text.
+    The result is a copy in separate memory; for index 0, it is the given task itself: the first part of the first text.
     """
     copies = carray(tasks, (index + 1,))
     if index > 0:
@@ -117,7 +117,7 @@ def row(values, address, num_heads, width):
 
 @njit
 def weights(task, kind, first, num_rows):
-    """Rows of one kind of weights, among the weights kept for the backward pass, (rows, H)."""
+    """The rows (rows, H) of one kind of weights, among the weights kept for the backward pass."""
     return floats(task.weights + 4 * task.num_heads * (kind * task.num_time + first), num_rows, task.num_heads)
 
 
@@ -155,7 +155,7 @@ def raise_top(logits, forgets, top, new, old, tops, i):
 
 @njit(forceinline=True, **SCALARS)
 def share_out(total, new, old, totals, w, a, i):
-    """In row i, turn e^(l - top) and e^(old top - top) into the weights w and a; the total is kept in float64.
+    """In row i, turn e^(l - top) and e^(old top - top) into the weights w and a; sum the total in float64.
 
     The weight a of the past is computed directly: 1 - w would round it to 0 after a large logit.
     """
@@ -191,7 +191,7 @@ def prefix_weights(task, block, first, top, total, scratch, tops, totals, w, a):
 
 @njit(**SCALARS)
 def merge_weights(tops, totals, other_tops, other_totals, null, g, s):
-    """Compute the weights g of prefixes and s of suffixes at all positions, beside a null token of logit `null`."""
+    """Compute the weights g of prefixes and s of suffixes at all positions, given a null token of logit `null`."""
     has_null = null > NOTHING
     for j in range(g.size):
         x, y = get(tops, j, "tops"), get(other_tops, j, "other tops")

@@ -6,7 +6,7 @@ up to r, and a suffix of block c - 1, from r + 1 on. Prefix means m start anew i
 
     y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
-After a text start in a block, prefixes begin there and h = 0; tokens before its last text start have u = 0, b = 1.
+If a text starts in a block, prefixes begin there and h = 0; tokens before the block's last start have u = 0, b = 1.
 
 Backward, block by block from the last one, with d_t = dy_t . y_t:
 
@@ -64,7 +64,7 @@ def suffix_weights(task, first, scratch, tops, totals, u, b):
 
 @njit(**SCALARS)
 def gate(task, first, before, tops, totals, suffix_tops, suffix_totals, others, g, h):
-    """Compute the weights g, h of prefix and suffix from row `first` on; the suffixes' row 0 is position `before`."""
+    """Compute the weights g, h of prefix and suffix from row `first` on; row 0 of the suffixes is position `before`."""
     num_rows, num_heads = g.shape
     other_tops, other_totals = others[0, :num_rows], others[1, :num_rows]
     is_cut, offset = False, 0
@@ -116,7 +116,7 @@ def mean_row(mean, suffix, v, y, rounding, w, a, g, s, keeps_rounding, i, r):
 
 @njit
 def part_bounds(task):
-    """First position of the part of time, and the position after its last; multiples of the window, except the end."""
+    """First position of the part of time, and the position after its last: multiples of the window, or the end."""
     blocks, k, part = (task.num_time + task.window - 1) // task.window, task.window, task.part
     return blocks * part // task.num_parts * k, min(task.num_time, blocks * (part + 1) // task.num_parts * k)
 
@@ -209,7 +209,7 @@ def gather_later(task, values, first, later, later_dots, dots):
 
 @njit(forceinline=True, **DOTS)
 def back_row(S, later, R, later_dots, v, y, rounding, dy, dv, w, a, u, g, has_rounding, dots, dlogits, t, r):
-    """Gradients of position t, row r of its block. S and R, which are A and RA above, are passed on, times a_t."""
+    """Compute gradients of position t, row r of its block; multiply S and R, which are A and RA above, by a_t."""
     H, D = S.shape
     B_r = r * H * D
     for h in range(H - 1, -1, -1):

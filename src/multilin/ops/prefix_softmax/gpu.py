@@ -34,8 +34,8 @@ def empty_kept(values: Tensor, own: Tensor | None, window: int | None, null: flo
     """Allocate the float32 tensors that the forward pass fills for the backward pass.
 
     Returns:
-        rows: (2, B, H, T) the largest logit that each position reads, +inf where it reads nothing; and 1 / sum of
-            exp(logit - largest), 0 where it reads nothing.
+        rows: (2, B, H, T) the largest logit that each position reads, +inf if the position reads nothing; and 1 / sum
+            of exp(logit - largest), 0 if the position reads nothing.
         past: (2, B, H, T / CHUNK + 1) the largest logit of all tokens before each chunk, and the sum of
             exp(logit - largest). The last entry is for all tokens. Empty with a window.
         past_means: (B, H, T / CHUNK + 1, D) the means of the same tokens.
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def plan(values: Tensor, window: int | None) -> Plan:
-    """Divide the work; without a window, into as few parts as fill the GPU, since a program reads time in order."""
+    """Divide the work; without a window, time is cut into only as many parts as fill the GPU."""
     B, T, H, D = values.shape
     processors = _launch.num_processors(values.device)
     width = _launch.block_of(D, 128)
@@ -94,7 +94,7 @@ def forward(
     logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None, state_logits: Tensor | None,
     state_values: Tensor | None, window: int | None, null: float, keeps: bool, needs_state: bool,
 ) -> _Tensors:  # fmt: skip
-    """Run the forward kernels; results as in `cpu.forward`. With a window, a state is only for a single position."""
+    """Run the forward kernels; results as in `cpu.forward`. With a window, only a single position may have a state."""
     B, T, H, D = values.shape
     means = torch.empty((B, T, H, D), dtype=values.dtype, device=values.device)
     num_past = 1 if window is None else window - 1
@@ -186,12 +186,12 @@ def _float32(values: Tensor, *shape: int) -> Tensor:
 
 
 def _scalars_and_vectors(values: Tensor, *shape: int) -> _Tensors:
-    """Scratch tensors of this shape: two of numbers, one of vectors."""
+    """Scratch tensors of this shape: two tensors of numbers, one tensor of vectors."""
     return *(_float32(values, *shape) for _ in range(2)), _float32(values, *shape, values.shape[-1])
 
 
 def _rows(tensor: Tensor | None) -> tuple[Any, ...]:
-    """A (B, T, H, ...) tensor as kernels take it, and its strides over B, T and H."""
+    """A (B, T, H, ...) tensor in the form that kernels take, and its strides over B, T and H."""
     if tensor is None:
         return None, (0, 0, 0)
     if tensor.dim() == 4:

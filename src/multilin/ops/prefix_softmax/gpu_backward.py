@@ -1,12 +1,12 @@
 """Backward kernels of the running softmax mean: the forward kernels in reverse, from the last chunk to the first.
 
 Without a window, the means of a chunk are computed again from the kept mean of all tokens before the chunk. If time is
-cut into parts, `summarize_rows` first adds up the rows of each part into one row; of the gradients it needs only dy.
+cut into parts, `summarize_rows` first adds up the rows of each part into one row, for which it reads dy.
 The gradients of logits also have a term from later parts, one number per head, which `subtract_lost` subtracts last.
 
-With a window, the forward kernel gives the products dy_t . y_t. A token is read by three kinds of chunks: the rest of
-its own; later chunks whose rows all read the token's whole chunk, by one row each; and one or two chunks after these,
-some of whose rows read the token.
+With a window, the forward kernel gives the products dy_t . y_t. Three kinds of chunks read a token: the rest of its own
+chunk; later chunks whose rows all read the token's whole chunk, each summed up by one row; and one or two chunks after
+these, some of whose rows read the token.
 """
 
 import triton
@@ -29,7 +29,7 @@ def summarize_rows(
     p_dmeans, s_dmeans, p_texts, rows, p_deltas, sums, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum up each part by one row in (lows, flows, lost), which counts only rows that read tokens before the part."""
+    """Sum up each part by one row in (lows, flows, lost); only rows that read tokens before the part count."""
     i_split, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_dmeans += i_b * s_dmeans[0] + i_h * s_dmeans[2]
     p_text = None if p_texts is None else p_texts + i_b * T

@@ -4,8 +4,8 @@ A program computes a part of the time of one head. Without a window, time is cut
 not fill the GPU. Then `summarize` first sums up each part by one token, for which it reads the values once more, and a
 program of `forward` begins with the tokens of the parts before its own, merged into one.
 
-With a window a part is one chunk. A row (position) reads three kinds of chunks: its own, up to itself; chunks that all
-rows of its chunk read completely, by one token each; and one or two old chunks, in which the rows' windows begin.
+With a window, a part is one chunk. A row (position) reads three kinds of chunks: its own chunk, up to the row; chunks
+that all rows of its chunk read completely, by one token each; and one or two old chunks, where windows begin.
 """
 
 import triton
@@ -31,7 +31,7 @@ def summarize(
     p_logits, s_logits, p_values, s_values, p_texts, tokens, T, H, D, cut,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum up each part by one token in (tops, totals, means), which counts only the text with which the part ends."""
+    """Sum up each part by one token in (tops, totals, means); only the text with which the part ends counts."""
     _, i_h, i_part, i_b, first, last, o_d, m_d = place(T, H, D, cut, BLOCK_D)
     p_logits += i_b * s_logits[0] + i_h * s_logits[2]
     p_values += i_b * s_values[0] + i_h * s_values[2]
@@ -52,7 +52,7 @@ def summarize(
 def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BLOCK_D: tl.constexpr):
     """The token that stands for the state and for the parts before a part that it reads completely.
 
-    It counts only tokens of the text with which the part before ends.
+    Only tokens of the text with which the previous part ends count.
     """
     text = text_at(p_text, i_part * cut.length - 1)
     top, total, b_mean = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
@@ -99,7 +99,7 @@ def forward(
     p_means, final, rows, past, p_deltas, T, H, D, cut, num_slots, window, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, NUM_OLD: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the means of one part, the state after the last part, and the tensors of `empty_kept`; None skips one.
+    """Compute one part's means, the state after the last part, and the tensors of `empty_kept`; None skips a result.
 
     Given dy instead of means, compute the products dy_t . y_t. NUM_OLD is the number of old chunks, 0 without a window.
     Without CARRIES, a row reads only its own chunk and the old chunks.
@@ -189,7 +189,7 @@ def step(
     p_logits, s_logits, p_values, s_values, p_own, s_own, p_starts, state, p_means, final, H, D, num_past, null,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one position's mean and the state after it. With a window, the state's tokens move on by one place."""
+    """Compute one position's mean and the next state. With a window, the state's tokens move by one place."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D

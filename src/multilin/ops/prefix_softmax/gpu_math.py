@@ -1,14 +1,14 @@
 """Steps on tiles that the GPU kernels of the running softmax mean share, and their formulas.
 
 One token stands for all tokens read so far: the largest logit `top`, the `total` of exp(logit - top), and the `mean`.
-Inside a chunk the weights exp(l_j - M_t), of token j at position (row) t, are a matrix, which tensor cores multiply by
+Inside a chunk, the weights exp(l_j - M_t) of token j at position (row) t form a matrix, which tensor cores multiply by
 the values. M_t is the largest logit that row t reads, so all weights are in [0, 1]. A row's total adds the weights as
 rounded for this product, so that the weights of a mean add up to exactly 1.
 
-Backward, with a row's total D_t, let p_tj = exp(l_j - M_t) / D_t and delta_t = dy_t . y_t. Over the rows t that read j,
-dv_j is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row stands for all rows after a
-chunk: `low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Times
-exp(l_j - low), these are the sums with p_tj. A row reads no logit above its M_t, so this factor is in [0, 1], too.
+Backward, let D_t be a row's total, p_tj = exp(l_j - M_t) / D_t, delta_t = dy_t . y_t. Over the rows t that read j, dv_j
+is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row stands for all rows after a chunk:
+`low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Times
+exp(l_j - low), both are the sums with p_tj. A row reads no logit above its M_t, so this factor is in [0, 1], too.
 """
 
 import triton
@@ -75,7 +75,7 @@ def absorb_rows(low, b_flow, lost, b_tops, b_scales, b_dmeans, b_deltas):
 
 @triton.jit
 def text_at(p_text, position):
-    """Number of the text at a position; 0 before the first position, and everywhere if there is only one text."""
+    """The number of the text at a position; 0 before the first position, and everywhere if there is only one text."""
     text = 0
     if p_text is not None:
         text = tl.load(p_text + position, mask=position >= 0, other=0)
@@ -84,7 +84,7 @@ def text_at(p_text, position):
 
 @triton.jit
 def load_texts(p_text, o_t, m_t):
-    """Numbers of the texts of these positions, -1 outside; 0 everywhere if there is one text only."""
+    """Load the numbers of the texts at these positions, -1 outside; 0 everywhere if there is only one text."""
     if p_text is None:
         return tl.zeros_like(o_t)  # a function in Triton 3.6 cannot return None
     else:
@@ -93,5 +93,5 @@ def load_texts(p_text, o_t, m_t):
 
 @triton.jit
 def of_text(b_numbers, b_text, text, other):
-    """Replace the numbers at positions of other texts by `other`."""
+    """Replace the numbers at positions that belong to other texts with `other`."""
     return tl.where(b_text == text, b_numbers, other)

@@ -1,7 +1,7 @@
-"""The PyTorch operator that runs the CPU or the GPU kernels: gradients, shapes for tracing, windows.
+"""The PyTorch operator that runs the CPU or GPU kernels, with its gradients and its shapes for tracing.
 
 The modules `cpu` and `gpu` start the kernels; both define `forward`, `backward` and `empty_kept`. The argument
-`kernels` names the module: the device does not tell it, because interpreted Triton kernels also run on CPU tensors.
+`kernels` names the module; the device cannot, because interpreted Triton kernels also run on CPU tensors.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def prefix_softmax(
 ) -> tuple[Tensor, PrefixSoftmaxState | None]:  # fmt: skip
     """See `multilin.ops.prefix_softmax`. Logits in float32; values and means in float32 or half precision.
 
-    With a window, the kernels get the state's tokens and the new tokens as one text, except for one position on a GPU.
+    With a window, the kernels get the state's tokens and the new tokens as one text, except for one new token on a GPU.
     """
     null, num_new = -torch.inf if null_logit is None else null_logit, logits_BTH.shape[1]
     is_step = kernels == "gpu" and num_new == 1 and state is not None and state.logits_BSH.shape[1] + 1 == window
@@ -51,7 +51,7 @@ def _means(
     kernels: str, logits: Tensor, values: Tensor, own: Tensor | None, starts: Tensor | None,
     state_logits: Tensor | None, state_values: Tensor | None, window: int | None, null: float, needs_state: bool,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """The means, and the state after them. Without tracing the operator is skipped: it takes longer than a token."""
+    """The means, and the next state. Without tracing, the operator is skipped: calling it takes longer than a token."""
     keeps = needs_gradients(logits, values, own, state_logits, state_values)
     arguments = (logits, values, own, starts, state_logits, state_values, window, null, keeps, needs_state)
     if is_traced(logits, values):
@@ -98,7 +98,7 @@ def _forward_shapes(kernels: str, logits: Tensor, values: Tensor, own: Tensor | 
 
 @_backward.register_fake
 def _empty_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """Allocate gradients of logits, values, own logits and state, all but the values' in float32; size 0 for None."""
+    """Allocate gradients of logits, own logits and state in float32, and of values; size 0 for None."""
     values, own, has_state = arguments[5], arguments[6], arguments[-1]
     B, T, H, D = values.shape
     num_own, num_states = 0 if own is None else B, B if has_state else 0
@@ -144,7 +144,7 @@ def _differentiate(
 
 
 class _Eager(torch.autograd.Function):
-    """The operator without tracing: it skips PyTorch's dispatcher, so a call takes a third of the time."""
+    """The operator outside of tracing, which skips PyTorch's dispatcher, so that a call takes a third of the time."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

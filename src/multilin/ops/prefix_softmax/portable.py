@@ -1,7 +1,7 @@
 """The running softmax mean in linear time by PyTorch operations: on any device, for autograd, compile and export.
 
 One summary token (log of the total weight, mean) replaces each chunk of tokens. The past of a chunk is then a prefix
-softmax over the summaries of the chunks before it: the same problem, CHUNK times shorter. A window of k tokens is the
+softmax over the summaries of the earlier chunks: the same problem, CHUNK times shorter. A window of k tokens is the
 beginning of one block of k tokens and the end of the block before (van Herk, Gil-Werman), so two such scans suffice for
 any k. Means are only merged, with weights in [0, 1]; nothing is subtracted.
 """
@@ -66,7 +66,7 @@ def _read_all(
 
 
 def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: int, null_logit: float | None) -> Tensor:
-    """The means of a few new tokens that read a ring; in each row, padding may only come last."""
+    """The means at a few new tokens, which read a ring; in each row, padding may only come last."""
     kept_logits, kept_values = (x.to(logits_BTH.dtype) for x in ring.tokens)
     num_new = logits_BTH.shape[1]
     scores_BHTS = kept_logits.transpose(1, 2)[:, :, None]
@@ -84,7 +84,7 @@ def from_ring(logits_BTH: Tensor, values_BTHD: Tensor, ring: Ring, *, window: in
 
 
 def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """For each position, the log of the total weight and the mean of all tokens of its text up to there."""
+    """For each position, the log of the total weight and the mean of all tokens of its text up to this position."""
     num_batch, num_time = logits_BTH.shape[:2]
     if num_time <= CHUNK:
         return _scan_chunk(logits_BTH, values_BTHD, starts_BT)
@@ -105,7 +105,7 @@ def _scan(logits_BTH: Tensor, values_BTHD: Tensor, starts_BT: Tensor | None) -> 
 
 
 def _scan_chunk(logits_BKH: Tensor, values_BKHD: Tensor, starts_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Like `_scan`, by comparing all pairs of positions."""
+    """Compute the same as `_scan`, by comparing all pairs of positions."""
     scores_BHKK = reference.visible_scores(logits_BKH, starts_BK, None, logits_BKH.shape[1])
     top_BHK1 = scores_BHKK.detach().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores_BHKK.dtype).min)
     weights_BHKK = torch.exp(scores_BHKK - top_BHK1)

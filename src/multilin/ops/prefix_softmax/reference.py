@@ -13,7 +13,7 @@ from multilin.ops.softmax import softmax
 
 
 class PrefixSoftmaxState(NamedTuple):
-    """Tokens that later positions may read: with a window, the last `window - 1`; without one, a single summary token.
+    """Tokens that later positions may read: the last `window - 1` tokens or, without a window, a single summary token.
 
     One summary token can replace all tokens read so far: its value is their mean, its logit the log of their total
     weight. So a state always holds tokens, which the next call reads before the new tokens. Missing tokens have the
@@ -62,7 +62,7 @@ def prefix_softmax(
 def read_state_first(
     logits_BTH: Tensor, values_BTHD: Tensor, state: PrefixSoftmaxState | None, starts_BT: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Put the state's tokens before the new tokens; `starts` is padded to the same length."""
+    """Put the state's tokens before the new tokens, and pad `starts` to the same length."""
     if state is None:
         return logits_BTH, values_BTHD, starts_BT
     logits = torch.cat([state.logits_BSH.to(logits_BTH.dtype), logits_BTH], dim=1)
@@ -130,7 +130,7 @@ def visible_scores(logits_BSH: Tensor, starts_BS: Tensor | None, window: int | N
 
 
 def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax weights (B, H, T, S) and logsumexp of the scores (B, T, H); 0 and -inf where nothing is visible."""
+    """Softmax weights (B, H, T, S) and logsumexp of the scores (B, T, H); 0 and -inf where no token is visible."""
     empty_BHT1 = (scores_BHTS == -torch.inf).all(dim=-1, keepdim=True)
     log_total_BHT1 = scores_BHTS.masked_fill(empty_BHT1, 0.0).logsumexp(dim=-1, keepdim=True)
     weights_BHTS = torch.exp(scores_BHTS - log_total_BHT1)
@@ -138,5 +138,5 @@ def softmax_and_total(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_sum(weights_BHTS: Tensor, values_BSHD: Tensor) -> Tensor:
-    """Sum over s of weights times values, (B, T, H, D), in the dtype of the values."""
+    """The sum over s of weights times values, (B, T, H, D), in the dtype of the values."""
     return (weights_BHTS.to(values_BSHD.dtype) @ values_BSHD.transpose(1, 2)).transpose(1, 2)

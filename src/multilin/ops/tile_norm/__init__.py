@@ -38,7 +38,7 @@ def tile_norm(
     Raises:
         InputError: a tile that does not divide D.
 
-    Cost: one pass over x forward; backward, one pass over x, which is kept, and over the result's gradient.
+    Cost: one pass over x forward; one pass backward over x, which is kept, and over the result's gradient.
     Source: TScale and 3Lin, which normalise states and projections in this way.
     """
     width = x.shape[-1]

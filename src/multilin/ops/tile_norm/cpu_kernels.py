@@ -1,7 +1,7 @@
 """Kernels of `tile_norm`: a tile is read twice, the second time from the cache.
 
-With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). It is a difference, for which
-a rounded y is too coarse, so y is computed again from x and s. A zero tile has s = 0. `scales` has the s of all tiles.
+With s = 1 / rms of a tile and y = s x, the gradient is dx = s (dy - y mean(dy y)). A rounded y is too coarse for this
+difference, so y is computed again from x and s. A zero tile has s = 0. `scales` holds the s of all tiles.
 """
 
 import numpy as np

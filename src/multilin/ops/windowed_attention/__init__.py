@@ -59,7 +59,7 @@ def windowed_attention(
         queries, keys: (B, T, H, D).
         values: (B, T, H, E); E may differ from D. All three may be float64, float32 or bf16.
         window: the number of earlier tokens that each position reads; with 0, each position reads only itself.
-        scale: factor on the product of query and key.
+        scale: factor of the product of query and key.
         slope, hyper: linear and hyperbolic decay over the distance in tokens; numbers or scalar tensors.
         null_key: whether there is a null key.
         padding: (B, T) True at padding, which no position reads.
@@ -74,9 +74,9 @@ def windowed_attention(
     Raises:
         InputError: a negative window, or shapes that do not fit.
 
-    Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times as many with backward, in
-    float32 or better even for bf16 inputs. Memory in proportion to the inputs, since weights exist for one tile at a
-    time and are computed again backward.
+    Cost: 2 B T H (window + 64) (D + E) multiplications and additions forward, three times as many with a backward pass,
+    in float32 or better even for bf16 inputs. Memory is proportional to the inputs, since weights exist for one tile at
+    a time and are computed again backward.
     Source: the documents of 3Lin and TScale, which also give the decays and the width schedule.
     """
     _check_reach(window, slope, hyper)

@@ -1,9 +1,9 @@
 """Windowed attention on a GPU, by multilin's own kernels.
 
 PyTorch's flex_attention computes the gradient of a score as p (g - dmeans . means): few digits are left if one weight p
-is nearly 1, as decays often make it. It also has no null key and computes float32 in tf32. The kernels subtract the
-origin dmeans . means from g, then the remaining sum of p (g - origin), so backward they read the tiles of a window
-twice. For one token with a state, a single kernel reads the state and writes the next state.
+is nearly 1, as is common with decays. flex_attention also has no null key and computes float32 in tf32. The kernels
+subtract the origin dmeans . means from g, then the remaining sum of p (g - origin), so backward they read the tiles of
+a window twice. For one token with a state, a single kernel reads the state and writes the next state.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ def windowed_attention(
     slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
     state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
-    """See `multilin.ops.windowed_attention`; for windows of 1 and more."""
+    """See `multilin.ops.windowed_attention`; the window must be at least 1."""
     decays, slope, hyper = _decays(slope, hyper, keys_BTHD.device)
     inputs, options = (queries_BTHD, keys_BTHD, values_BTHE), (float(scale), slope, hyper, null_key)
     if state is not None and needs_state and _is_step(inputs, state, decays, window):
@@ -63,7 +63,7 @@ def windowed_attention(
 
 
 def _decays(slope: float | Tensor, hyper: float | Tensor, device: torch.device) -> tuple[Tensor | None, float, float]:
-    """Slope and hyper: one tensor if either is a tensor, as reading it would wait for the GPU; else two numbers."""
+    """Slope and hyper: one tensor if either is a tensor (reading it would wait for the GPU), else two numbers."""
     if not isinstance(slope, Tensor) and not isinstance(hyper, Tensor):
         return None, float(slope), float(hyper)
     both = [x.to(device) if isinstance(x, Tensor) else torch.full((), x, device=device) for x in (slope, hyper)]
@@ -97,7 +97,7 @@ def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, logits: Tensor, texts: Tensor | None, decays: Tensor | None,
     window: int, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The means; for every row the largest score, and the sum of exp(score - largest)."""
+    """The means, and for every row the largest score and the sum of exp(score - largest)."""
     results = means, _, _ = _fake_attend(queries, keys, values)
     if means.numel():
         arguments, constants = _arguments(queries, keys, values, logits, texts, decays, window, scale, slope, hyper)
@@ -155,7 +155,7 @@ def _step(
     query: Tensor, key: Tensor, value: Tensor, logit: Tensor, keys: Tensor, values: Tensor, logits: Tensor,
     starts: Tensor | None, decays: Tensor | None, scale: float, slope: float, hyper: float, null_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The mean at one new token, and keys, values and logits of the state after it."""
+    """The mean at one new token, and keys, values and logits of the next state."""
     num_batch, num_read, num_heads, width = keys.shape
     *tensors, logits = [x.contiguous() for x in (query, key, value, logit.float(), keys, values, logits.float())]
     mean, *after = (torch.empty_like(x) for x in (tensors[2], *tensors[4:], logits))

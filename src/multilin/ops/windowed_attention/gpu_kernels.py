@@ -1,8 +1,8 @@
 """Triton kernels of windowed attention: tiles of queries against the tiles of keys that their windows touch.
 
 Positions count all S tokens, the state's tokens first; the last T tokens are new. All tensors are contiguous.
-Every kernel computes scores and gradients of weights by the same steps, from tiles of the same sizes. So they are the
-same bit for bit, on which the gradient of the softmax relies.
+Every kernel computes scores and gradients of weights by the same steps, from tiles of the same sizes. So all kernels
+get the same bits, on which the gradient of the softmax relies.
 """
 
 import triton
@@ -50,7 +50,7 @@ def load_decays(call):
 
 @triton.jit
 def scores(b_queries, b_keys, i_query, i_key, call, decays, BQ: tl.constexpr, BL: tl.constexpr, DECAY: tl.constexpr):
-    """Scores of the tile that begins at these positions, -inf where a key is hidden; and distances, at least 1."""
+    """Scores of the tile that begins at these positions, -inf for hidden keys; and the distances, at least 1."""
     i_queries, i_keys = i_query + tl.arange(0, BQ), i_key + tl.arange(0, BL)
     distance = i_queries[:, None] - i_keys[None, :]
     away = tl.maximum(distance, 1).to(tl.float32)

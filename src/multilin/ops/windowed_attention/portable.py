@@ -28,7 +28,7 @@ MOST_NUMBERS = 2**23  # the same with a wide window: smaller tiles would add to 
 
 
 class Tile(NamedTuple):
-    """`num_blocks` blocks of `block` queries from position `first` on; block i reads `num_keys` keys."""
+    """A tile: `num_blocks` blocks of `block` queries from position `first` on; each block reads `num_keys` keys."""
 
     batch: slice  # the rows of the batch
     first: int  # position of the first query among the new tokens
@@ -53,7 +53,7 @@ def windowed_attention(
     slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
     state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
-    """See `multilin.ops.windowed_attention`; for windows of 1 and more."""
+    """See `multilin.ops.windowed_attention`; the window must be at least 1."""
     keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
     num_new, num_all = queries_BTHD.shape[1], keys.shape[1]
     reach = min(window, num_all)
@@ -74,7 +74,7 @@ def one_token(
     slope: float | Tensor = 0.0, hyper: float | Tensor = 0.0, null_key: bool = False, padding: Tensor | None = None,
     state: WindowedAttentionState | None = None, starts: Tensor | None = None, needs_state: bool = True,
 ) -> tuple[Tensor, WindowedAttentionState | None]:  # fmt: skip
-    """For a window of 0 or 1: read the token itself or the token before; its weight is 1, less with a null key."""
+    """For a window of 0 or 1: read the token itself or the token before, with weight 1, or less with a null key."""
     keys, values, logits_BS = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, state)
     new = last_tokens(keys, values, logits_BS, starts, window) if needs_state else None
     first, last = keys.shape[1] - queries_BTHD.shape[1] - window, keys.shape[1] - window
@@ -91,7 +91,7 @@ def one_token(
 
 
 def why_wider(most: int, *_: Tensor, window: int, **options: object) -> str | None:
-    """Why `one_token` does not take a call, or None; `most` is 1 on a CPU, else 0: GPU kernels take window 1."""
+    """Why `one_token` does not take a call, or None; `most` is 1 on a CPU, else 0, as GPU kernels take windows of 1."""
     return None if window <= most else f"the window is larger than {most}"
 
 
@@ -99,7 +99,7 @@ def from_ring(
     queries_BTHD: Tensor, keys_BTHD: Tensor, values_BTHE: Tensor, ring: Ring, *, window: int, scale: float,
     slope: float | Tensor, hyper: float | Tensor, null_key: bool, padding: Tensor | None,
 ) -> tuple[Tensor, WindowedAttentionState]:  # fmt: skip
-    """The means of a few new tokens that read a ring, and these tokens; in each row, padding may only come last."""
+    """The means at a few new tokens, which read a ring; and these tokens. In each row, padding may only come last."""
     dtype, num_new = torch.promote_types(ring.tokens[0].dtype, queries_BTHD.dtype), queries_BTHD.shape[1]
     kept_keys, kept_values, kept_logits = (x.to(dtype) for x in ring.tokens)
     tokens = all_tokens(queries_BTHD, keys_BTHD, values_BTHE, padding, None)
@@ -180,7 +180,7 @@ class _WindowedAttention(torch.autograd.Function):
 
 
 def _columns(bias_KL: Tensor, tile: Tile) -> slice:
-    """The columns of the bias that belong to the tile's keys: the window, as far as there are tokens, and the block."""
+    """The columns of the bias for the tile's keys: the tokens of the window, as far as they exist, and the block."""
     last = bias_KL.shape[1] - bias_KL.shape[0] + tile.block
     return slice(last - tile.num_keys, last)
 
@@ -206,7 +206,7 @@ def _weights(queries: Tensor, keys: Tensor, biases: Tensor, scale: float, null_k
 
 
 def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor:
-    """The gradient p (g - sum p g), with `mean` = sum p g subtracted first: else digits cancel if a weight is near 1.
+    """The gradient p (g - sum p g); `mean` = sum p g is subtracted first, else digits cancel if a weight is near 1.
 
     The mean has a rounding error; PyTorch's own gradient of the softmax then subtracts the remaining sum.
     """
@@ -218,7 +218,7 @@ def _softmax_backward(weights: Tensor, dweights: Tensor, mean: Tensor) -> Tensor
 
 
 def block_size(num_new: int, num_heads: int, window: int, device: torch.device) -> int:
-    """Queries per block: about as many as the window; fewer if a block of a wide window would not fit a tile."""
+    """The number of queries in a block: about the window; fewer if a block of a wide window would not fit a tile."""
     largest = min(max(LARGEST_BLOCK, window // LARGEST_SHARE), LARGEST_OF_ALL)
     numbers = _num_weights(device) if largest == LARGEST_BLOCK else max(_num_weights(device), MOST_NUMBERS)
     wanted = numbers // (num_heads * max(window, 1)) // SMALLEST_BLOCK * SMALLEST_BLOCK
@@ -262,14 +262,14 @@ def key_blocks(x_BSHD: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
 
 
 def write_query_blocks(blocks: Tensor, tile: Tile, total_BTHD: Tensor) -> None:
-    """Write results for the tile's queries to the places from which `query_blocks` reads."""
+    """Write the results for the tile's queries to the places that `query_blocks` reads."""
     num_heads = total_BTHD.shape[2]
     blocks_BNHKD = blocks.unflatten(0, (-1, tile.num_blocks, num_heads))
     total_BTHD[tile.queries].unflatten(1, (tile.num_blocks, tile.block)).copy_(blocks_BNHKD.transpose(2, 3))
 
 
 def add_key_blocks(blocks: Tensor, tile: Tile, total_BSHD: Tensor) -> None:
-    """Add gradients of the tile's keys at the places from which `key_blocks` reads; blocks share keys."""
+    """Add gradients of the tile's keys at the places that `key_blocks` reads; blocks share keys."""
     blocks_BNHLD = blocks.unflatten(0, (-1, tile.num_blocks, total_BSHD.shape[2]))
     region_BSHD = total_BSHD[tile.keys]
     if tile.num_blocks == 1:

@@ -23,7 +23,7 @@ class Form:
     Args:
         service: the model and its name.
         has_logprobs: whether answers report the probabilities of tokens.
-        include_usage: whether a stream ends with a piece that has the numbers of tokens.
+        include_usage: whether a stream ends with a piece that reports the numbers of tokens.
     """
 
     kind = chunk_kind = prefix = ""
@@ -71,8 +71,8 @@ class CompletionForm(Form):
     """The answers of /v1/completions.
 
     Args:
-        echoes: for each answer, the text of its prompt if the answer repeats it, else "".
-        first_ids: for each answer, the first token of its prompt if it is reported (without probability), else None.
+        echoes: for each answer, the text of its prompt if the answer repeats the prompt, else "".
+        first_ids: for each answer, its prompt's first token if reported (without probability), else None.
     """
 
     kind = chunk_kind = "text_completion"
@@ -123,7 +123,7 @@ class CompletionForm(Form):
         }  # fmt: skip
 
     def _offset(self, index: int, token: int, num_before: int) -> int:
-        """The number of characters before a token; `num_before` counts only new ones (-1: a token of the prompt)."""
+        """The number of characters before a token; `num_before` counts new characters (-1: a token of the prompt)."""
         if num_before >= 0:
             return len(self.echoes[index]) + num_before
         stream = self._prompts[index]

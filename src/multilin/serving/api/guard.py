@@ -26,11 +26,11 @@ class Guard:
     Args:
         app: the application that gets the accepted requests.
         metrics: counts the answers.
-        keys: valid API keys, of which every request must have one; if the list is empty, no key is needed.
+        keys: valid API keys; every request must have one of them. If the list is empty, no key is needed.
         origins: origins of other web pages that may make requests; `*` allows all.
         body_bytes: largest size of a body in bytes.
         is_loopback: refuse requests whose Host header does not name this machine, and requests of other pages. A
-            website could make a browser on this machine send both; for the former, its domain resolves to this address.
+            website could make a browser on this machine send both (the former if its domain resolves to this address).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Guard:
         origin = connection.headers.get("origin")
         is_foreign = origin is not None and origin.partition("://")[2] != connection.headers.get("host")
         if self.is_loopback and is_foreign and not {origin, "*"} & set(self.origins):
-            raise ApiError(403, f"origin: {origin!r:.80} given, but --cors does not name it", "origin")
+            raise ApiError(403, f"origin: {origin!r:.80} given, but --cors does not name this origin", "origin")
         if not self._keys:
             return NOBODY
         given = re.sub(r"(?i)^bearer +", "", connection.headers.get("authorization", ""))

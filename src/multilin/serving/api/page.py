@@ -1,4 +1,4 @@
-"""The web page at `/`. The package contains its files. Its security policy allows requests to this server only."""
+"""The web page at `/`, whose files are in the package. Its security policy allows requests to this server only."""
 
 import functools
 from importlib import resources

@@ -17,7 +17,7 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 NumTop = Annotated[int, Ge(0), Le(20)]
 Stop = Annotated[str, MinLen(1), MaxLen(1000)]
 MOST_STOPS = 8
-# Unsupported fields, with their values that change nothing and so are accepted. An object may lack members.
+# Unsupported fields. Each is accepted only with this value, which changes nothing. An object may lack members.
 IDLE: dict[str, list[Any]] = {
     "annotations": [[]], "best_of": [1], "function_call": ["auto", "none"], "functions": [[]],
     "include_obfuscation": [False], "metadata": [{}], "modalities": [["text"]], "parallel_tool_calls": [True, False],
@@ -28,7 +28,7 @@ IDLE: dict[str, list[Any]] = {
 
 
 def _is_idle(value: Any, idle: Any) -> bool:
-    """True if a value equals `idle`, or is an object whose members are null or equal to the members of `idle`."""
+    """True if a value equals `idle`, or is an object whose members are null or equal the members of `idle`."""
     if isinstance(value, dict) and isinstance(idle, dict):
         return all(member is None or _is_idle(member, idle.get(name)) for name, member in value.items())
     return type(value) is type(idle) and bool(value == idle)
@@ -42,7 +42,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_idle_fields(cls, body: Any) -> Any:
-        """Drop nulls and values that change nothing. Clients send received messages back, which have null fields."""
+        """Drop nulls and values that change nothing: clients send back the server's messages with null fields."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields

@@ -1,4 +1,4 @@
-"""The endpoints that generate text, and the endpoints that describe the model and the server."""
+"""The endpoints that generate text, convert text and tokens, or describe the model and the server."""
 
 import asyncio
 from typing import Annotated, Any
@@ -112,7 +112,7 @@ async def chat(body: ChatRequest, service: Served, owner: Owner) -> Response:
 
 @router.get("/v1/models")
 async def models(service: Served) -> Response:
-    """List the models; there is always exactly one."""
+    """List the models; the list always has exactly one model."""
     return JsonResponse({"object": "list", "data": [_model(service)]})
 
 
@@ -166,13 +166,13 @@ def find_session(service: Service, owner: str, session_id: str) -> Session:
 
 
 def _find_text(service: Service, owner: str, session_id: str | None) -> tuple[Session | None, Turn | None]:
-    """Return the session that a request continues, or None, and the session's last turn, or None."""
+    """Return the session that a request continues, and the session's last turn; each may be None."""
     if session_id is None:
         return None, None
     session = find_session(service, owner, session_id)
     before = service.turns.peek(owner, session.turns[-1]) if session.turns else None
     if session.turns and before is None:
-        raise ApiError(404, "session: its last turn is no longer kept; give another session", "session", NOT_FOUND)
+        raise ApiError(404, "session: the last turn is no longer kept; give another session", "session", NOT_FOUND)
     return session, before
 
 

@@ -88,14 +88,14 @@ def get_reading(
     session_id: str, request: Request, service: Served, owner: Owner, turn: str | None = None,
     step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> Response:  # fmt: skip
-    """Show the weights with which tokens read earlier tokens, in the text up to a turn (by default the last)."""
+    """Show the weights with which tokens read earlier tokens, in the text up to a turn (by default the last turn)."""
     wanted = _check_turn(find_session(service, owner, session_id), turn)
     return JsonResponse(request.app.state.readings.get(_find_turn(service, owner, wanted), step))
 
 
 @router.post("/v1/sessions/{session_id}/stop")
 def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """End a session's present answer early but keep its turn, unlike when a client disconnects."""
+    """End a session's present answer early, but keep its turn (a turn is not kept if its client disconnects)."""
     find_session(service, owner, session_id)
     generation = service.busy.get(session_id)
     if generation is not None:
@@ -105,7 +105,7 @@ def stop_session(session_id: str, service: Served, owner: Owner) -> Response:
 
 @router.delete("/v1/sessions/{session_id}")
 def delete_session(session_id: str, service: Served, owner: Owner) -> Response:
-    """Delete a session, and all its turns that no other session has."""
+    """Delete a session, and all of its turns that belong to no other session."""
     session = find_session(service, owner, session_id)
     with service.changing(session):
         service.sessions.remove(session)

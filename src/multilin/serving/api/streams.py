@@ -18,7 +18,7 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # st
 
 
 def to_json(value: Any) -> bytes:
-    """Encode as JSON in UTF-8. Escape line ends, and lone surrogates, which UTF-8 cannot encode."""
+    """Encode data as JSON in UTF-8. Escape line ends, and lone surrogates, which UTF-8 cannot encode."""
     try:
         return inputs.to_json(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS).encode()
     except UnicodeEncodeError:

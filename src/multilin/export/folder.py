@@ -18,12 +18,15 @@ from multilin.files import atomic_folder, checksum
 from multilin.inference.generate_run import text_codec
 from multilin.inference.manifest import GRAPHS, Manifest
 from multilin.inference.snapshot import model_hash, state_tensors
+from multilin.inference.state_file import GROWS
+from multilin.layers.plain import has_plain_modules
 from multilin.model import MultilinForCausalLM
 from multilin.runs.files import MANIFEST, source_hashes
 from multilin.runs.load import Run
 from multilin.settings.inputs import to_json
 
 PROMPT_COLUMNS = 64
+OWN_PROMPT_COLUMNS = 8  # graphs of users' modules repeat the module for each column
 README = "README.md"
 
 
@@ -57,18 +60,24 @@ def export_run(
     model = copy.deepcopy(model).to("cpu").float().eval()
     model.set_arithmetic(dataclasses.replace(model.arithmetic, products="float"))
     codec, state = text_codec(run.tokenizer), state_tensors(model)
+    if growing := next((about.name for about in state if GROWS in about.shape), None):
+        raise InputError(
+            f"run: the state of this model grows with the text ({growing}), so it cannot be exported; `multilin "
+            "generate` and `multilin serve` run it"
+        )
+    columns = OWN_PROMPT_COLUMNS if has_plain_modules(model) else PROMPT_COLUMNS
     with atomic_folder(folder) as partial:
         graphs = {}
         for index, name in enumerate(GRAPHS):
             progress("graphs", index, len(GRAPHS))
-            graphs[name] = make_graph(model, PROMPT_COLUMNS if name == "prompt.onnx" else 1).model_proto
+            graphs[name] = make_graph(model, columns if name == "prompt.onnx" else 1).model_proto
         progress("graphs", len(GRAPHS), len(GRAPHS))
         save_tokenizer(run.tokenizer, partial)
         manifest = Manifest(
             model_hash=model_hash(run.model),
             architectures=sorted({entry["architecture"] for entry in model.config.layers}), precision="float32",
             vocab_size=model.config.vocab_size, n_positions=model.config.n_positions, end_id=codec.end_id,
-            pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=PROMPT_COLUMNS, state=state,
+            pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=columns, state=state,
             source=dict(source_hashes(run.folder) if source is None else source), files={},
         )  # fmt: skip
         _write(graphs, manifest, partial)

@@ -17,7 +17,7 @@ from multilin.inference.state_file import StateTensor
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import evaluation_mode
-from multilin.model.state import named_tensors
+from multilin.model.state import like, named_tensors, parts_of
 from multilin.ops.ring import Ring, slots_of
 
 OPSET = 23  # the first with RMSNormalization
@@ -135,9 +135,10 @@ def _open(value: Any, name: str, given: Mapping[str, Tensor], num_read_B: Tensor
     """Make a layer's state from the inputs of the graph, with windows as rings; `value` is an example of the state."""
     if isinstance(value, Tensor):
         return given.get(name, num_read_B)
-    if value is None:
-        return None
-    fields = zip(value._fields, value, strict=True)
-    state = type(value)(*(_open(part, f"{name}.{field}", given, num_read_B) for field, part in fields))
+    parts = parts_of(value)
+    if parts is None:
+        return value
+    opened = [_open(part, f"{name}.{field}", given, num_read_B) for field, part in parts.items()]
+    state = like(value, opened)
     slots = slots_of(value)
     return state if slots is None else Ring(state, num_read_B, getattr(value, slots.fields[0]).shape[1])

@@ -1,7 +1,7 @@
 """Snapshots: the state of a text in one file, from which generation can continue later."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from multilin.errors import InputError
-from multilin.inference.state_file import StateContents, StateOwner, StateTensor, digest, read_state, write_state
+from multilin.inference.state_file import GROWS, StateContents, StateOwner, StateTensor, digest, read_state, write_state
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.factory import evaluation_mode
 from multilin.model.state import map_windows, named_tensors
@@ -52,7 +52,7 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
     """The description of this model's state files.
 
     Raises:
-        InputError: a model of another package, such as GPT-2, or a state that grows (see `state_tensors`).
+        InputError: a model of another package, such as GPT-2, or a state that changes its form (see `state_tensors`).
     """
     if not isinstance(model, MultilinForCausalLM):
         kind = model.config.model_type
@@ -61,23 +61,33 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
 
 
 def state_tensors(model: MultilinForCausalLM) -> list[StateTensor]:
-    """Descriptions of the tensors in the model's state, the same for texts of any length.
+    """Descriptions of the tensors in the model's state, for texts of any length; an axis that grows has length -1.
 
     Raises:
-        InputError: names, shapes or dtypes change as tokens are read, in a layer that breaks the contract.
+        InputError: names, dtypes or numbers of axes change as tokens are read, in a layer that breaks the contract.
     """
     tensors = describe_state(example_state(model))
-    first = _shapes(tensors)
     for num_tokens in {min(number, model.config.n_positions or number) for number in (2, 100)}:
-        later = _shapes(describe_state(example_state(model, num_tokens)))
-        if later != first:
-            name = next(name for name in [*first, *later] if first.get(name) != later.get(name))
-            before, after = (shapes.get(name, "missing") for shapes in (first, later))
+        later = describe_state(example_state(model, num_tokens))
+        before, after = _kinds(tensors), _kinds(later)
+        if before != after:
+            name = next(name for name in [*before, *after] if before.get(name) != after.get(name))
             raise InputError(
-                "run: the state of this model changes its size, so it cannot be exported, saved or served: "
-                f"{name} is {before} after 1 token and {after} after {num_tokens}"
+                "run: the state of this model changes its form, so it cannot be exported, saved or served: "
+                f"{name} is {before.get(name, 'missing')} after 1 token and {after.get(name, 'missing')} after "
+                f"{num_tokens}"
             )
+        pairs = zip(tensors, later, strict=True)
+        tensors = [replace(one, shape=_common(one.shape, other.shape)) for one, other in pairs]
     return tensors
+
+
+def _kinds(tensors: list[StateTensor]) -> dict[str, str]:
+    return {about.name: f"{about.dtype} with {len(about.shape)} axes" for about in tensors}
+
+
+def _common(sizes: list[int], later: list[int]) -> list[int]:
+    return [size if size == other else GROWS for size, other in zip(sizes, later, strict=True)]
 
 
 def describe_state(state: TextState) -> list[StateTensor]:
@@ -99,10 +109,6 @@ def describe_state(state: TextState) -> list[StateTensor]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             described.append(StateTensor(name, list(tensor.shape[1:]), dtype, kind, is_multiplied))
     return described
-
-
-def _shapes(tensors: list[StateTensor]) -> dict[str, str]:
-    return {about.name: f"{about.dtype} {tuple(about.shape)}" for about in tensors}
 
 
 def save_snapshot(snapshot: Snapshot, path: str | Path, model: MultilinForCausalLM) -> None:

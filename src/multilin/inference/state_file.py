@@ -25,6 +25,7 @@ FORMAT = "multilin-state-4"
 METADATA = {"format", "model", "unread_ids", "sha256"}
 RNG_STATE = "rng_state"
 MOST_ROWS = 2**16
+GROWS = -1
 LEAST_PARALLEL = 2**22  # bytes that are hashed in parallel; for fewer bytes, starting threads takes longer
 MOST_TOKENS = 2**40  # tokens that a model without n_positions can have read
 
@@ -34,7 +35,7 @@ class StateTensor:
     """The description of a tensor of a model's state.
 
     name: see `TextState.named_tensors`.
-    shape: shape of one row.
+    shape: shape of one row; the length of an axis that grows with the text is GROWS.
     dtype: "float32", "float64" or "int64".
     kind: a "window" has the last tokens in order; "positions" has the token at position n in slot n. Both have slots
         along the first axis; an empty slot is -inf in a tensor of logits, and 0 in other tensors. A "summary" has no
@@ -210,6 +211,8 @@ def check_tensors(found: Mapping[str, tuple[list[int], str]], expected: Sequence
             like, kind = [num_rows, *wanted[name].shape], wanted[name].dtype
             if wanted[name].is_ring and len(shape) == len(like):
                 like[1] = min(like[1], shape[1])
+        if len(shape) == len(like):
+            like = [size if length == GROWS else length for size, length in zip(shape, like, strict=True)]
         if shape != like:
             raise InputError(f"is not a state of this model: {name} has shape {shape}, but it should be {like}")
         if dtype != kind:

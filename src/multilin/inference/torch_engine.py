@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from multilin.errors import InputError
 from multilin.inference.snapshot import Snapshot, from_contents, state_owner, to_contents
 from multilin.inference.state_file import StateContents, StateOwner
+from multilin.layers.plain import has_plain_modules
 from multilin.model import MultilinForCausalLM, TextState
 from multilin.model.state import open_state, tensors_of
 from multilin.ops.dispatch import warn_once
@@ -39,7 +40,8 @@ class TorchEngine:
         self.vocab_size = int(model.config.vocab_size)
         self.longest_text = longest_text(model.config)
         self.keeps_states = isinstance(model, MultilinForCausalLM)
-        is_graphed = isinstance(model, MultilinForCausalLM) and model.device.type == "cuda"
+        is_ours = isinstance(model, MultilinForCausalLM) and not has_plain_modules(model)
+        is_graphed = is_ours and model.device.type == "cuda"
         self.graphs = DecodingGraphs(model) if is_graphed else None
 
     @property

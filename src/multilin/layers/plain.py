@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from multilin.errors import InputError
 from multilin.layers.base import Layout
-from multilin.ops.dispatch import can_read_values
+from multilin.ops.dispatch import can_read_values, warn_once
 from multilin.ops.shapes import kind_of
 
 
@@ -55,6 +55,11 @@ class PlainState(NamedTuple):
 
     sizes_BN: Tensor
     value: Any
+
+
+def has_plain_modules(model: nn.Module) -> bool:
+    """Whether a layer of the model is a plain module."""
+    return any(isinstance(module, PlainMixer) for module in model.modules())
 
 
 class PlainMixer(nn.Module):
@@ -134,6 +139,11 @@ class PlainMixer(nn.Module):
                 raise InputError(f"layer {self.name}: forward with a state must return (output, new state)")
             output_BTD, value = result
         else:
+            if value is not None:
+                warn_once(
+                    f"layer {self.name} has no state, so each new token reads the whole text again; give its forward "
+                    "a state to make the cost per token constant"
+                )
             value = _append(value, {"x": x_BTD, **given})
             read_BTD, *others = value.values()
             output_BTD = self.module(read_BTD, **dict(zip(given, others, strict=True)))
@@ -191,8 +201,9 @@ class PlainMixer(nn.Module):
         outputs = []
         for time in range(x_BTD.shape[1]):
             now = slice(time, time + 1)
+            begins = time == 0 or not torch.compiler.is_exporting()  # in graphs, padding only follows tokens
             own = {name: None if part is None else part[:, now] for name, part in given.items()}
-            output, state = self._step(x_BTD[:, now], state, own, layout.padding_BT[:, time], True)
+            output, state = self._step(x_BTD[:, now], state, own, layout.padding_BT[:, time], True, begins)
             outputs.append(output)
         return torch.cat(outputs, dim=1), state if layout.needs_state else None
 
@@ -203,10 +214,13 @@ class PlainMixer(nn.Module):
         given: dict[str, Any],
         is_idle_B: Tensor | None,
         needs_state: bool,
+        may_begin: bool = True,
     ) -> tuple[Tensor, PlainState | None]:
-        first_BTD, first = self._call(x_BTD, None, given)
+        """Read tokens in a row that has begun or, if it `may_begin`, has not; `is_idle_B` marks rows to leave alone."""
+        is_known = state is not None and not may_begin
+        first_BTD, first = self._call(x_BTD, state.value if state is not None and is_known else None, given)
         begun = _state(first, x_BTD)
-        if state is not None:
+        if state is not None and not is_known:
             next_BTD, after = self._call(x_BTD, state.value, given)
             has_begun_B = state.sizes_BN[:, 0] > 0
             first_BTD = torch.where(has_begun_B[:, None, None], next_BTD, first_BTD)

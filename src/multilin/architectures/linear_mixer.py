@@ -15,7 +15,7 @@ positions. `compose` in `multilin.inference.rollout` computes this map. `multili
 a model in parallel.
 
 State: each mixing keeps all inputs that it has read, in a buffer of n_ctx rows. A text cannot be longer than n_ctx.
-Several texts cannot share a row, because weights belong to absolute positions.
+Texts cannot share a row of a batch: weights belong to absolute positions.
 
 When to use: use this architecture to study what a language model with little or no nonlinearity can do, and to compute
 many outputs at once (`multilin rollout`). The weights do not depend on content, the cost grows with the square of

@@ -8,12 +8,10 @@ Then x += W_2 gelu(W_1 LayerNorm(x)). g(u) is u + 0.5 for u >= 0 and sigmoid(u) 
 the gates z and the candidates g(W_h c) depend on the previous state. Here they depend on the last four tokens only, so
 that training computes all positions at once.
 
-State: the vector s and the last three inputs of the convolution. The state's size does not depend on the number of
-tokens.
+State: the vector s and the last three inputs of the convolution. The state's size is constant.
 
 When to use: minGRU suits very long texts, if recent tokens and a few numbers about the past are enough. A channel keeps
-its value until later gates replace this value. A channel is one number, so the model cannot store pairs and look them
-up.
+its value until later gates replace the value. A channel is one number, so minGRU cannot look up stored pairs.
 """
 
 from functools import partial

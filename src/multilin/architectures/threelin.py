@@ -1,15 +1,15 @@
 """3Lin: attention over a window with decay; products with the current token replace the feed-forward.
 
-N(v) = v / rms(v) over the whole vector, N(0) = 0. Let x = N(state). At position t, each layer reads the last `window`
-tokens before t; j is the position of such a token:
+N(v) = v / rms(v) over the whole vector, N(0) = 0. Let x = N(state). Each layer reads `window` tokens at positions j
+before t:
 
     logit_tj = scale N(QK x_j) . (QV x_t) - slope (t - j) + hyper / (t - j)
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
 The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so each number has 16 products instead of ttdim
-(`value_size`). With `query_on: current`, QK and QV swap roles: N(QK x_t) . (QV x_j). At a text's first token, A_t = 0.
-Only the decay encodes positions. The layers cycle through six settings of (slope, hyper, window): (0, 6.6, 64), (0, 0,
+(`value_size`). With `query_on: current`, QK and QV swap roles: N(QK x_t) . (QV x_j). At the first token, A_t = 0. Only
+the decay encodes positions. The layers cycle through six settings of (slope, hyper, window): (0, 6.6, 64), (0, 0,
 wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 
 State: each layer keeps keys and values of the last `window` tokens, in float32, with a flag that marks filled entries.

@@ -18,8 +18,7 @@ State: each layer keeps keys and values of the last `width` tokens, in float32, 
 
 When to use: TScale can look up recent tokens exactly, as a Transformer does, with a bounded state. At least half of the
 layers read at most 64 tokens; the others read at most the training length. The norms and the unit variance of the
-weights are meant for training in int8. Of all architectures here, only the linear and masked mixers have a larger
-state.
+weights are meant for training in int8. Here, only linear and masked mixers have a larger state.
 """
 
 import math

@@ -99,7 +99,7 @@ def architecture_page(architecture: Architecture) -> str:
             _prose(what),
             "## State\n",
             *([_prose(state)] if state else []),
-            f"Measured: {SIZES}.\n",
+            f"This table gives the size of the state for {SIZES}:\n",
             _states(architecture),
             "## Limits\n",
             f"- Longest text: {_longest_text(architecture.name)}.",
@@ -107,11 +107,11 @@ def architecture_page(architecture: Architecture) -> str:
             + ("yes.\n" if architecture.packs else "no, the model refuses them.\n"),
             *([f"## When to use it\n\n{_prose(use)}"] if use else []),
             "## Options of a model\n",
-            "For `model.options` in a recipe, or `options` of "
+            "Set these options in `model.options` of a recipe, or in `options` of "
             f"`MultilinConfig.from_architecture({architecture.name!r}, ...)`.\n",
             _fields(architecture.preset_options),
             "## Options of a layer\n",
-            "For an entry of `layers` in `config.json`. Layers of several architectures make a "
+            "These options can be set in an entry of `layers` in `config.json`. Layers of several architectures make a "
             "[hybrid](../hybrids.md).\n",
             _layer_fields(architecture),
             f"## Source\n\n{architecture.source}.\n",
@@ -166,7 +166,7 @@ def _layer_fields(architecture: Architecture) -> str:
     missing = ", ".join(f"`{name}`" for name in of_model if name not in of_layer)
     own = [row for name, row in of_layer.items() if row != of_model.get(name)]
     sentence = (
-        f"A layer takes the fields of a model{f' except {missing}' * bool(missing)}{', and also:' if own else '.'}\n"
+        f"A layer takes the options of a model{f' except {missing}' * bool(missing)}{', and also:' if own else '.'}\n"
     )
     return sentence + ("\n" + "\n".join([*FIELDS, *own]) + "\n" if own else "")
 

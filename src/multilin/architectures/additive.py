@@ -4,22 +4,22 @@ Pooling averages the tokens of a window in each head. The scores come from a lea
 
     l_j = w . x_j / sqrt(D)        G_t = (sum_j e^(l_j) x_j) / (sum_j e^(l_j))        j in (t - window, t]
 
-A layer pools twice. With h = LayerNorm(x), and q, k, v = h W_q, h W_k, h W_v split into heads, it computes:
+Let h = LayerNorm(x), and let q, k, v be h W_q, h W_k, h W_v, split into heads. A layer pools twice:
 
     G = pool(q; w_q)        P' = LayerNorm(G * k + k)        K = pool(P'; w_k)        x += K * v
 
 Then x += W_2 gelu(W_1 LayerNorm(x)). Products are pointwise. No pair of positions is compared, so the cost is linear in
 the length of the text.
 
-The option `stabilizer: head_norm` computes what the released package computes: P' = G * k; each pooling first
-standardises its input and w over each head; l = rescale * (w . x) / head width; 1e-5 is added to the denominator.
+The option `stabilizer: head_norm` follows the released package: P' = G * k, and l = rescale * (w . x) / head width.
+There, each pooling first standardises its input and w over each head, and adds 1e-5 to the denominator.
 
-State: per pooling and head, one summary token (the log of the total weight, and the mean) in a global layer, or the
-last window - 1 tokens in a windowed layer. A window at least as long as the longest text counts as global.
+State: for each pooling and head, a global layer keeps one summary token (the log of the total weight, and the mean),
+and a windowed layer keeps the last window - 1 tokens. A window at least as long as the longest text counts as global.
 
-When to use: for long texts on small machines, and if the weights should be easy to read: each token has one weight per
-head and pooling. A token has the same score for every position that reads it. The architecture is therefore worst at
-looking up one particular earlier token. Learned positions limit the text to n_positions.
+When to use: additive attention suits long texts on small machines, and weights that are easy to read: each token has
+one weight per head and pooling. A token has the same score for every position that reads it. Additive attention is
+therefore bad at looking up one particular earlier token. Learned positions limit the text to n_positions.
 """
 
 import math

@@ -14,12 +14,12 @@ read in pieces gets the same weights. Then, with h = LayerNorm(new x), the feed-
 
     x += W_3 [ s(W_1 h + b_1) outer s(W_2 h + b_2) ] + b_3        s = swish, W_1: D -> D, W_2: D -> factor
 
-State: per head, the log of the total weight and the mean of the values. Its size does not depend on the number of
-tokens, which has no limit.
+State: each head keeps the log of the total weight and the mean of the values. The state has constant size; texts can
+have any length.
 
-When to use: for very long texts, and for many texts at once. The cost per token is constant, and the state is the
-smallest of all architectures here. Each head has one mean over the whole text. Later tokens can outweigh earlier ones;
-nothing is forgotten. Only the sines tell the order of tokens. If order matters, put layers with windows before ELiTA.
+When to use: ELiTA suits very long texts, and many texts at once. The cost per token is constant, and the state is the
+smallest of all architectures here. Each head has one mean over the whole text. Later tokens can outweigh earlier
+tokens; none is forgotten. Only the sine waves encode the order of tokens. If order matters, put windowed layers first.
 """
 
 from functools import partial

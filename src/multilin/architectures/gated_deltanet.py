@@ -1,21 +1,21 @@
 """Gated DeltaNet: linear attention with one matrix per head; a token replaces the value stored under its key.
 
-With h = RMSNorm(x), s = swish, c a convolution over the last four tokens, and unit(v) = v / |v|, each head computes:
+Let h = RMSNorm(x), s = swish, c a convolution over the last four tokens, and unit(v) = v / |v|. Each head computes:
 
     q = unit(s(c(W_q h))) / sqrt(width)        k = unit(s(c(W_k h)))        v = s(c(W_v h))
     a_t = e^(-A softplus(w_a . h_t + d))        b_t = sigmoid(w_b . h_t)
     S_t = a_t S_(t-1) (1 - b_t k_t k_t^T) + b_t v_t k_t^T        y_t = RMSNorm(S_t q_t) * s(W_g h_t)        x += W_o y
 
-Then x += W_3 (s(W_1 h) * W_2 h), with h = RMSNorm(new x). The gate a_t makes the matrix decay. The layer equals the
-linear layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1) it is DeltaNet; without `corrects`
-(adding v_t k_t^T to a_t S_(t-1)) it is gated linear attention with one gate per head; without both it is linear
+Then x += W_3 (s(W_1 h) * W_2 h), with h = RMSNorm(new x). The gate a_t makes the matrix S decay. The layer equals the
+linear layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1), the layer is DeltaNet; without
+`corrects` (adding v_t k_t^T to a_t S_(t-1)), gated linear attention with one gate per head; without both, linear
 attention. `convolution` and `output_gate` can be switched off, too.
 
-State: per head, the matrix S and the last three inputs of the convolution.
+State: each head keeps the matrix S and the last three inputs of the convolution.
 
-When to use: to look up single earlier tokens with a state of fixed size. If a key comes again, its new value replaces
-the stored one. A matrix holds as many pairs of key and value as a key has numbers; more pairs disturb each other. The
-state is much larger than a mean, and training computes several products for each chunk of 64 tokens.
+When to use: Gated DeltaNet can look up single earlier tokens with a state of fixed size. If a key occurs again, its new
+value replaces the stored value. A matrix holds as many pairs of key and value as a key has numbers; further pairs
+disturb them. The state is much larger than ELiTA's, and training computes several products for each chunk of 64 tokens.
 """
 
 import math

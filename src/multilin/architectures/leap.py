@@ -1,24 +1,24 @@
 """LEAP: each head averages the values in its window, with one weight per token; the query gates the result.
 
-With h = LayerNorm(x) and q, f, k, v the four parts of W h, each head of width e computes:
+Let h = LayerNorm(x), and let q, f, k, v be the four parts of W h. Each head of width e computes:
 
     a_j = elu(f_j . k_j / sqrt(e)) + 1
     K_t = (sum_j a_j k_j) / (sum_j a_j + eps)    V_t = (sum_j a_j v_j) / (sum_j a_j + eps)    j in (t - window, t]
     x  += sigmoid(q_t . K_t / sqrt(e)) V_t
 
 Then x += W_2 gelu(W_1 LayerNorm(x) + b_1) + b_2. elu(u) + 1 is e^u for u <= 0 and u + 1 above; eps is 0.00001. The
-source computes a window as the difference of two sums over the whole past, which loses digits. multilin computes K_t
-and V_t as running softmax means: the logits are log a_j, and eps is the weight of a null token.
+original code computes a window's sum as the difference of two sums over the whole past, which loses digits. multilin
+computes K_t and V_t as running softmax means: the logits are log a_j, and eps is the weight of a null token.
 
-The formulas are those of the source's last version. The option `weights: exp` gives release 1.0.1 of the package,
-a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and v over each head, and replaces
-1 / sqrt(e) by r / e. `multilin convert leap` reads checkpoints of both versions.
+The formulas follow the last version of the original code. The option `weights: exp` gives the package's release 1.0.1,
+a_j = e^(f_j . k_j / sqrt(e)). The option `rescale: r` standardises q, f, k and v over each head, and replaces 1 /
+sqrt(e) by r / e. `multilin convert leap` reads checkpoints of both versions.
 
-State: per head, one summary token (the log of the total weight, and the means of k and v) in a global layer, or the
-last window - 1 tokens in a windowed layer.
+State: for each head, a global layer keeps one summary token (the log of the total weight, and the means of k and v),
+and a windowed layer keeps the last window - 1 tokens.
 
-When to use: for the same purposes as additive attention. LEAP is its successor: it averages once per layer instead of
-twice, and the query gates the result. A token still has the same weight for every position that reads it. Learned
+When to use: LEAP suits the same purposes as additive attention, its predecessor. LEAP averages once per layer instead
+of twice, and the query gates the result. A token still has the same weight for every position that reads it. Learned
 positions limit the text to n_positions.
 """
 

@@ -3,22 +3,23 @@
     e_t = W onehot(token_t)        h_t = e_t + sum_{j<=t} c[t, j] e_j (+ b_t)        logits_t = H h_t
 
 c is a lower triangle of n_ctx (n_ctx + 1) / 2 parameters, shared by all D features; b is one number per position. The
-weights are the same for every text. A layer is this mixing, then a feed-forward x += F(x) if chosen. Options:
+weights are the same for every text. A layer is this mixing and an optional feed-forward x += F(x). Options:
 
     mixing "linear"   c x            "gelu"   c' gelu(c x), two triangles
            "relu"     c x, and a ReLU before the output projection, at the end of the last layer only
     feed_forward      "none", "linear" (A x + a), "gelu" (A_2 gelu(A_1 x + a_1) + a_2)
 
-With norms, a GELU feed-forward and several layers, it is the masked mixer. With linear mixing, a linear feed-forward or
-none, and no norm, the whole model is one linear map: a matrix over tokens and a triangle over positions. `compose` in
-`multilin.inference.rollout` computes both. `multilin rollout` computes many outputs of such a model in parallel.
+With norms, a GELU feed-forward and several layers, the model is the masked mixer. With linear mixing, a linear
+feed-forward or none, and no norm, the whole model is one linear map: a matrix over tokens and a triangle over
+positions. `compose` in `multilin.inference.rollout` computes this map. `multilin rollout` computes many outputs of such
+a model in parallel.
 
-State: all inputs that each mixing has read, in a buffer of n_ctx rows. A text cannot be longer than n_ctx. Texts cannot
-share a row, because weights belong to absolute positions.
+State: each mixing keeps all inputs that it has read, in a buffer of n_ctx rows. A text cannot be longer than n_ctx.
+Texts cannot share a row of a batch: weights belong to absolute positions.
 
-When to use: to study what a language model with little or no nonlinearity can do, and to compute many outputs at once
-(`multilin rollout`). Its weights do not depend on content, its cost grows with the square of n_ctx, and its state holds
-every input. For long texts or a small state, use another architecture.
+When to use: use this architecture to study what a language model with little or no nonlinearity can do, and to compute
+many outputs at once (`multilin rollout`). The weights do not depend on content, the cost grows with the square of
+n_ctx, and the state holds every input. For long texts or a small state, use another architecture.
 """
 
 import dataclasses

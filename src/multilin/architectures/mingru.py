@@ -1,6 +1,6 @@
 """minGRU: each channel of the state is a gated running average; there is no attention.
 
-With h = LayerNorm(x) and c_t = sum_{i<4} w_i * h_(t-i), a convolution of each channel over the last four tokens:
+Let h = LayerNorm(x), and let c_t = sum_{i<4} w_i * h_(t-i), a convolution of each channel over the last four tokens:
 
     z_t = sigmoid(W_z c_t)        s_t = (1 - z_t) * s_(t-1) + z_t * g(W_h c_t)        x += W_o s_t
 
@@ -8,10 +8,10 @@ Then x += W_2 gelu(W_1 LayerNorm(x)). g(u) is u + 0.5 for u >= 0 and sigmoid(u) 
 the gates z and the candidates g(W_h c) depend on the previous state. Here they depend on the last four tokens only, so
 that training computes all positions at once.
 
-State: the vector s and the last three inputs of the convolution. Its size does not depend on the number of tokens.
+State: the vector s and the last three inputs of the convolution. The state's size is constant.
 
-When to use: for very long texts in which the recent tokens, or a few numbers about the past, are enough. A channel
-keeps its value until later gates replace it. A channel is one number, so the model cannot store pairs and look them up.
+When to use: minGRU suits very long texts, if recent tokens and a few numbers about the past are enough. A channel keeps
+its value until later gates replace the value. A channel is one number, so minGRU cannot look up stored pairs.
 """
 
 from functools import partial

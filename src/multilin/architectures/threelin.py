@@ -1,21 +1,22 @@
 """3Lin: attention over a window with decay; products with the current token replace the feed-forward.
 
-N(v) = v / rms(v) over the whole vector, N(0) = 0. With x = N(state), each layer reads the `window` tokens j before t:
+N(v) = v / rms(v) over the whole vector, N(0) = 0. Let x = N(state). Each layer reads `window` tokens at positions j
+before t:
 
     logit_tj = scale N(QK x_j) . (QV x_t) - slope (t - j) + hyper / (t - j)
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
-The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so a number has 16 products instead of ttdim
-(`value_size`). With `query_on: current`, QK and QV change roles: N(QK x_t) . (QV x_j). A first token has A_t = 0. The
-decay is the only information about positions. The layers repeat six rows of (slope, hyper, window): (0, 6.6, 64), (0,
-0, wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
+The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so each number has 16 products instead of ttdim
+(`value_size`). With `query_on: current`, QK and QV swap roles: N(QK x_t) . (QV x_j). At the first token, A_t = 0. Only
+the decay encodes positions. The layers cycle through six settings of (slope, hyper, window): (0, 6.6, 64), (0, 0,
+wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 
-State: keys and values of the last `window` tokens, in float32, with a flag that marks filled entries.
+State: each layer keeps keys and values of the last `window` tokens, in float32, with a flag that marks filled entries.
 
-When to use: for attention whose cost per token is bounded by the window, and to study whether products of the
-attention's result with the current token can replace feed-forwards. Five of six layers read 64 tokens. The wide layer
-reads the training length and holds most of the state. Most parameters are in C: block * value_size * D per layer.
+When to use: use 3Lin if the window should bound the cost of a token, and to study whether products of the attention's
+result with the current token can replace feed-forwards. Five of six layers read 64 tokens. The wide layer reads as many
+tokens as the training length and holds most of the state. Most parameters are in C: block * value_size * D per layer.
 """
 
 from typing import Any, Literal

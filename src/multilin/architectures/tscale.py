@@ -1,8 +1,8 @@
 """TScale: rotary attention over windows, whose result is multiplied with the current token, and ReLU feed-forwards.
 
-H heads have width d_h. N(x) divides each tile of d_h numbers by its root mean square (a zero tile stays 0). lin(W, x)
-is W x / sqrt(width of x), without biases. `state` is the vector that each layer receives, adds to and passes on.
-With x = N(state), a layer, and at the end the model, compute:
+Each of H heads has width d_h. N(x) divides each tile of d_h numbers by its root mean square (a zero tile stays 0).
+lin(W, x) is W x / sqrt(width of x), without biases. `state` is the vector that each layer receives, adds to and passes
+on. Let x = N(state). Each layer computes all lines but the last; the model computes the logits after its last layer:
 
     q = rope(N(lin(Q, x)))    r = rope(lin(R, x))    u = N(lin(U, x))    v = N(lin(V, x))
     logit_tj = 0.5 / sqrt(d_h) q_t . r_j - slope ln 2 (t - j)                     1 <= t - j <= width
@@ -11,14 +11,14 @@ With x = N(state), a layer, and at the end the model, compute:
     state   += lin(F, relu(N(lin(E, N(state)))))
     logits   = lin(W, N(state)) + bias                                     bias: log of the token counts, or none
 
-Widths: the first layers, about a sixth of all and an even number, read only the previous token. Then narrow layers
-(64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the source.
+Widths: the first layers (an even number, about a sixth of all layers) read only the previous token. Then narrow layers
+(64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the original code.
 
-State: keys and values of the last `width` tokens of each layer, in float32, with a flag that marks filled entries.
+State: each layer keeps keys and values of the last `width` tokens, in float32, with a flag that marks filled entries.
 
-When to use: for exact look-ups in the recent past, as in a Transformer, with a bounded state. At least half of the
-layers read at most 64 tokens; the others read at most the training length. The weights of unit variance and the norms
-are meant for training in int8. Of all architectures here, only the linear and masked mixers have a larger state.
+When to use: TScale can look up recent tokens exactly, as a Transformer does, with a bounded state. At least half of the
+layers read at most 64 tokens; the others read at most the training length. The norms and the unit variance of the
+weights are meant for training in int8. Here, only linear and masked mixers have a larger state.
 """
 
 import math

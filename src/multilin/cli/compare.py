@@ -92,13 +92,17 @@ def print_comparison(comparison: "Comparison") -> None:
     others = [equal for axis, equal in EQUAL.items() if axis not in comparison.budget]
     verdicts = ["verdict", *others, "compute for the same score"] if len(comparison.rows) > 2 else []  # or said above
     names = ["row", "validation", *verdicts, "parameters", "training tokens/s"]
-    head = ["row", UNITS[comparison.measure], *names[2:]]
+    head = ["row", UNITS[comparison.measure], *(name.removesuffix(" for the same score") for name in names[2:])]
     style = "bold" if comparison.is_ranked else "yellow"
     console.print(f"\n{verdict_sentences(comparison)}\n", style=style, soft_wrap=True, markup=False)
     for line in caveats(comparison):
-        console.print(line, soft_wrap=True, markup=False)
-    align = "lr" + "l" * (len(names) - 4) + "rr"
-    print_table(align, table(comparison, names), head=head, bold={0} if len(comparison.best) == 1 else ())
+        console.print(f"{line}\n", soft_wrap=True, markup=False)
+    print_table(
+        "lrl".ljust(len(names), "r")[: len(names)] if verdicts else "lrrr",
+        table(comparison, names),
+        head=head,
+        bold={0} if len(comparison.best) == 1 else (),
+    )
     console.print()
     for remark in comparison.remarks:
         console.print(remark, style="dim", soft_wrap=True, markup=False)

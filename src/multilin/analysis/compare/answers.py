@@ -1,6 +1,7 @@
 """A comparison's results in words: its numbers, the cost to run the models, and remarks on limits."""
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from rich.filesize import decimal
 
@@ -125,6 +126,11 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
     yield from _remarks_on_tuning(comparison)
 
 
+def of_steps(share: float) -> str:
+    """The size of a trial, such as ` of 1/4 of the steps`; empty if it is a whole run."""
+    return "" if share == 1 else f" of {Fraction(share).limit_denominator(100)} of the steps"
+
+
 def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     if comparison.final_half:
         yield (
@@ -134,11 +140,12 @@ def _remarks_on_tuning(comparison: Comparison) -> Iterator[str]:
     if not comparison.stages:
         return
     text = "the documents that the score does not use" if comparison.final_half else "the validation text itself"
-    trials = sorted({len(row.tuning) for row in comparison.rows})
-    share = "" if comparison.trial_share == 1 else f" with {comparison.trial_share:.0%} of the budget"
+    tuned = [row for row in comparison.rows if row.tuning]
+    trials = sorted({len(row.tuning) for row in tuned})
+    who = "Every row" if len(tuned) == len(comparison.rows) else listed([row.name for row in tuned])
     yield (
-        f"Every row was tuned with the same values on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials "
-        f"each{share}), judged by {text}; the best values were then used with all seeds."
+        f"{who} was tuned on seed {comparison.seeds[0]} ({', '.join(map(str, trials))} trials"
+        f"{of_steps(comparison.trial_share)} each), judged by {text}; the best values were then used with all seeds."
     )
     for name, number in {name: len(values) for stage in comparison.stages for name, values in stage.items()}.items():
         further, at_end = [], []

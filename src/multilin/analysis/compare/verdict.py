@@ -18,12 +18,13 @@ from multilin.analysis.compare.answers import (
     budget_text,
     chance_text,
     mean_text,
+    of_steps,
     p_text,
     score_text,
 )
 from multilin.analysis.compare.record import TOLERANCE, Comparison, RowRecord, guesses, sign
 from multilin.analysis.compare.statistics import LEVEL, Difference, pairwise, spread
-from multilin.errors import listed
+from multilin.errors import listed, plural
 
 EQUAL = {"tokens": "equal tokens", "flops": "equal training FLOPs", "seconds": "equal time"}
 RATE = "optimizer.learning_rate"
@@ -300,6 +301,16 @@ def _tuned_unlike(comparison: Comparison) -> str:
             "all rows have the same rate" if len(rates) == 1 else "each row has the rate of its recipe or of the sweep"
         )
         return f"The learning rates were not tuned: {has}."
+    if before := [row.name for row in rows if not row.tuning]:
+        tuned = [
+            f"{row.name} (learning rate {row.choice[RATE]:g} chosen from {plural(len(row.tuning), 'trial')}"
+            f"{of_steps(comparison.trial_share)})"
+            for row in rows
+            if row.tuning
+        ]
+        return (
+            f"Tuned here: {listed(tuned)}; {listed(before)} kept the rates of the built-in sweep or of their recipes."
+        )
     # Trials of values beyond those of the sweep are not counted: every row gets them by the same rule.
     most = math.prod(map(len, comparison.stages[0].values())) if len(comparison.stages) == 1 else math.inf
     trials = {row.name: min(len(row.tuning), most) for row in rows}

@@ -119,7 +119,7 @@ def remarks_on(comparison: Comparison) -> Iterator[str]:
     elif len(comparison.seeds) < 5:
         yield (
             f"{len(comparison.seeds)} seeds: Welch's t-test finds only differences much larger than the spread "
-            "between seeds; `within noise` means that no difference was shown, not that the rows are equal."
+            "between seeds; `noise` means that no difference was shown, not that the rows are equal."
         )
     if failed := [row.name for row in comparison.rows if row.status == FAILED]:
         yield f"No figures for {listed(failed)}: all runs failed."

@@ -25,6 +25,7 @@ from multilin.analysis.compare.answers import (
 from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord, score_of
 from multilin.analysis.compare.statistics import LEVEL, Difference
 from multilin.analysis.compare.verdict import (
+    CERTAINTY,
     EQUAL,
     at_cell,
     caveats,
@@ -147,7 +148,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "columns": columns_of(comparison),
         "cells": table(comparison, columns_of(comparison)),
         "difference_columns": ["row", "against", "difference", "per cent", "95 % interval", "p", "verdict"],
-        "differences": [_difference(comparison, difference) for difference in comparison.differences],
+        "differences": [_difference(comparison, difference) for difference in comparison.differences if len(rows) > 2],
         "runs": [_run(run) for row in rows for run in row.all_runs],
         "prompt": comparison.prompt,
         "samples": {row.name: row.sample for row in rows if row.sample},
@@ -157,7 +158,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
 
 
 def _difference(comparison: Comparison, difference: Difference) -> list[str]:
-    meaning = {None: difference.unknown, True: "within noise", False: "larger than noise"}[difference.within_noise]
+    meaning = difference.unknown or CERTAINTY[difference.within_noise]
     p = "" if difference.p is None else p_text(difference.p)
     figures = [difference_text(comparison, difference), share_text(difference), interval_text(comparison, difference)]
     return [difference.one, difference.other, *figures, p, meaning]

@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from multilin.analysis.compare.answers import of_steps, remarks_on
 from multilin.analysis.compare.measure import final_score, measure_rows, prompt_of
@@ -139,7 +139,7 @@ class _Training:
                     with locked_folder("output", path.parent):
                         RunFolder(path.parent).clear()
 
-    def _say_trials(self, plan: Plan, first: list[dict[str, Any]]) -> None:
+    def _say_trials(self, plan: Plan, first: Sequence[Choice]) -> None:
         """Print how a row is tuned, such as `elita: learning rate from 3 trials of 1/4 of the steps (0.002, ...)`."""
         names = listed([name.split(".")[-1].replace("_", " ") for name in plan.choice])
         trials = plural(self._num_trials[plan.row.name], "trial") + of_steps(self.sweep.trial_share)

@@ -114,6 +114,7 @@ def sweep_file(tmp_path: Path) -> Callable[..., Path]:
             {"budget": {"tokens": 1e30}},
             "budget.tokens: 1e+30 given, but that is 3.13e+28 steps for rows.elita, more than 100,000,000; give less",
         ),
+        ({"tuned": ["elite"]}, "tuned: there is no row 'elite'; did you mean 'elita'?"),
         ({"extend": -1}, "extend: -1 given, but it should be at least 0"),
         (
             {"rows": {"elita": {"data.source": "python-docs"}}},

@@ -83,16 +83,26 @@ def _next(
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """Print which row is best, a table of all rows with the best first, and the remarks."""
-    from multilin.analysis.compare.answers import UNITS, best_sentence
+    """Print the verdict, a table of all rows with the best first, and the remarks."""
+    from multilin.analysis.compare.answers import UNITS
     from multilin.analysis.compare.report import table
+    from multilin.analysis.compare.verdict import EQUAL, caveats, verdict_sentences
 
     console = make_console()
-    names = ("row", "validation", "against the best", "parameters", "training tokens/s", "training seconds")
-    head = ("row", UNITS[comparison.measure], *names[2:])
+    others = [equal for axis, equal in EQUAL.items() if axis not in comparison.budget]
+    verdicts = ["verdict", *others, "compute for the same score"] if len(comparison.rows) > 2 else []  # or said above
+    names = ["row", "validation", *verdicts, "parameters", "training tokens/s"]
+    head = ["row", UNITS[comparison.measure], *(name.removesuffix(" for the same score") for name in names[2:])]
     style = "bold" if comparison.is_ranked else "yellow"
-    console.print(f"\n{best_sentence(comparison)}\n", style=style, soft_wrap=True, markup=False)
-    print_table("lrlrrr", table(comparison, names), head=head, bold={0} if len(comparison.best) == 1 else ())
+    console.print(f"\n{verdict_sentences(comparison)}\n", style=style, soft_wrap=True, markup=False)
+    for line in caveats(comparison):
+        console.print(f"{line}\n", soft_wrap=True, markup=False)
+    print_table(
+        "lrl".ljust(len(names), "r")[: len(names)] if verdicts else "lrrr",
+        table(comparison, names),
+        head=head,
+        bold={0} if len(comparison.best) == 1 else (),
+    )
     console.print()
     for remark in comparison.remarks:
         console.print(remark, style="dim", soft_wrap=True, markup=False)

@@ -187,13 +187,14 @@ class Comparison:
         """The finished rows in `order`, then the failed rows."""
         return [*map(self.row, self.order), *(row for row in self.rows if row.score is None)]
 
+    @property
+    def num_tests(self) -> int:
+        """The number of pairs of rows that were tested."""
+        return sum(difference.p is not None for difference in self.differences)
+
     def row(self, name: str) -> RowRecord:
         """The row with a name."""
         return next(row for row in self.rows if row.name == name)
-
-    def difference_to_best(self, name: str) -> Difference | None:
-        """The difference between a row and the best; None for the best row, and if the rows are not ranked."""
-        return next((difference for difference in self.to_best if difference.one == name), None)
 
 
 def read_run(plan: Plan, folder: Path, seed: int, failure: str | None) -> RunRecord:

@@ -1,6 +1,7 @@
 """The report of a comparison: an HTML file that needs no network, Markdown, and the figures as JSON."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -12,21 +13,28 @@ from multilin.analysis.compare.answers import (
     AXES,
     UNITS,
     amount,
-    best_sentence,
     budget_text,
     chance_text,
     cost_sentence,
     difference_text,
     interval_text,
-    mean_course,
     p_text,
     score_text,
     share_text,
-    speed_sentence,
-    verdict,
 )
 from multilin.analysis.compare.record import Comparison, RowRecord, RunRecord, score_of
 from multilin.analysis.compare.statistics import LEVEL, Difference
+from multilin.analysis.compare.verdict import (
+    CERTAINTY,
+    EQUAL,
+    at_cell,
+    caveats,
+    compute_cell,
+    mean_course,
+    verdict_cell,
+    verdict_on,
+    verdict_sentences,
+)
 from multilin.analysis.templates import asset, render
 from multilin.errors import plural
 from multilin.files import write_whole
@@ -37,7 +45,9 @@ REPORT_FILES = (RESULT_FILE, MARKDOWN_FILE, REPORT_FILE)
 COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
     "row": lambda c, row: row.name,
     "validation": lambda c, row: score_text(c, row) if row.score else "failed",
-    "against the best": verdict,
+    "verdict": verdict_cell,
+    **{f"at {equal}": functools.partial(at_cell, axis=axis) for axis, equal in EQUAL.items()},
+    "compute for the same score": compute_cell,
     "nats per token": lambda c, row: (
         f"{statistics.fmean(run.result.loss for run in row.finished):.3f}" if row.score else ""
     ),
@@ -50,6 +60,7 @@ COLUMNS: dict[str, Callable[[Comparison, RowRecord], str]] = {
     "generation tokens/s": lambda c, row: f"{row.decoding[-1].tokens_per_second:,.0f}" if row.decoding else "",
     "state": lambda c, row: decimal(row.decoding[-1].state_bytes) if row.decoding else "",
 }
+SHORT = {equal: functools.partial(at_cell, axis=axis, is_short=True) for axis, equal in EQUAL.items()}
 
 
 def write_reports(comparison: Comparison, folder: Path) -> None:
@@ -61,22 +72,25 @@ def write_reports(comparison: Comparison, folder: Path) -> None:
 
 def as_json(comparison: Comparison) -> str:
     """The whole comparison as JSON."""
-    values = {"answers": answers(comparison), **dataclasses.asdict(comparison)}
+    found = [verdict_on(comparison, row.name) for row in comparison.rows]
+    verdicts = [dataclasses.asdict(verdict) for verdict in found if verdict is not None]
+    values = {"answers": answers(comparison), "verdicts": verdicts, **dataclasses.asdict(comparison)}
     return to_json(values, indent=1, ensure_ascii=False) + "\n"
 
 
 def answers(comparison: Comparison) -> dict[str, str]:
-    """The three questions of the report, and their answers."""
-    return {
-        "Which is best at this budget?": best_sentence(comparison),
-        "How fast does it learn?": speed_sentence(comparison),
-        "What does it cost to run?": cost_sentence(comparison),
-    }
+    """The verdict, and the cost to run the models."""
+    return {"verdict": verdict_sentences(comparison), "cost": cost_sentence(comparison)}
 
 
-def table(comparison: Comparison, columns: Collection[str] = COLUMNS) -> list[list[str]]:
+def columns_of(comparison: Comparison) -> list[str]:
+    """The columns of the report's table, without the one that would repeat the verdict, which is at an equal budget."""
+    return [name for name in COLUMNS if name not in [f"at {EQUAL[kind]}" for kind in comparison.budget]]
+
+
+def table(comparison: Comparison, columns: Collection[str]) -> list[list[str]]:
     """The cells of the table of rows, the best row first; a task adds a row for chance."""
-    rows = [[COLUMNS[name](comparison, row) for name in columns] for row in comparison.ordered]
+    rows = [[(COLUMNS | SHORT)[name](comparison, row) for name in columns] for row in comparison.ordered]
     if comparison.chance is not None:
         chance = {"row": "chance", "validation": chance_text(comparison)}
         rows.append([chance.get(name, "") for name in columns])
@@ -130,10 +144,11 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "title": comparison.title,
         "summary": f"{seeds}, {budget_text(comparison)} per run, on {comparison.task or ', '.join(sources)}.",
         "answers": answers(comparison),
-        "columns": list(COLUMNS),
-        "cells": table(comparison),
+        "caveats": list(caveats(comparison)),
+        "columns": columns_of(comparison),
+        "cells": table(comparison, columns_of(comparison)),
         "difference_columns": ["row", "against", "difference", "per cent", "95 % interval", "p", "verdict"],
-        "differences": [_difference(comparison, difference) for difference in comparison.differences],
+        "differences": [_difference(comparison, difference) for difference in comparison.differences if len(rows) > 2],
         "runs": [_run(run) for row in rows for run in row.all_runs],
         "prompt": comparison.prompt,
         "samples": {row.name: row.sample for row in rows if row.sample},
@@ -143,7 +158,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
 
 
 def _difference(comparison: Comparison, difference: Difference) -> list[str]:
-    meaning = {None: difference.unknown, True: "within noise", False: "larger than noise"}[difference.within_noise]
+    meaning = difference.unknown or CERTAINTY[difference.within_noise]
     p = "" if difference.p is None else p_text(difference.p)
     figures = [difference_text(comparison, difference), share_text(difference), interval_text(comparison, difference)]
     return [difference.one, difference.other, *figures, p, meaning]
@@ -186,12 +201,6 @@ def _chart_data(comparison: Comparison, rows: list[RowRecord]) -> dict[str, Any]
 
 def dots(comparison: Comparison) -> list[dict[str, Any]]:
     """The first chart: the seeds, mean and spread of every row, and chance, as positions from 0 to 100 on the axis."""
-
-    def significance(difference: Difference | None) -> str:
-        if difference is None:
-            return "best" if len(comparison.order) > len(comparison.best) == 1 else "unknown"
-        return {None: "unknown", True: "noise", False: "apart"}[difference.within_noise]
-
     rows = [comparison.row(name) for name in comparison.order]
     scores = {row.name: [score_of(run, comparison.measure) for run in row.finished] for row in rows}
     bars = {row.name: (row.score.mean, row.score.deviation or 0.0) for row in rows if row.score}
@@ -210,8 +219,8 @@ def dots(comparison: Comparison) -> list[dict[str, Any]]:
             "colour": row.colour,
             "chance": None if comparison.chance is None else place(comparison.chance),
             "text": score_text(comparison, row),
-            "verdict": verdict(comparison, row),
-            "significance": significance(comparison.difference_to_best(row.name)),
+            "verdict": verdict_cell(comparison, row),
+            "is_best": [row.name] == comparison.best,
             "seeds": [place(score) for score in scores[row.name]],
             "mean": place(mean),
             "from": place(mean - deviation),

@@ -74,7 +74,7 @@ class Row:
             InputError: adapters are tuned, and the row has none.
         """
         recipe = self.with_choice({})
-        names = [name for stage in sweep.stages for name in stage]
+        names = [name for stage in sweep.stages_of(self.name) for name in stage]
         if recipe.training.lora is None and (given := [name for name in names if name.startswith("training.lora.")]):
             raise InputError(
                 f"stages.{given[0]}: given, but the row has no adapters (training.lora); start the row from a recipe "
@@ -219,7 +219,7 @@ def plan_rows(sweep: Sweep, progress: TrainingProgress) -> list[Plan]:
     for row in rows_of(sweep):
         with prefixed(f"rows.{row.name}: ", f"rows.{row.name}."):
             first = row.first_choice(sweep)
-            for choice in [choice for stage in sweep.stages for choice in choices_of(stage, first)]:
+            for choice in [choice for stage in sweep.stages_of(row.name) for choice in choices_of(stage, first)]:
                 check_model(row.with_choice(choice))
             plans.append(_plan(row, first, progress))
     return _with_budget(sweep, plans, progress)
@@ -236,7 +236,7 @@ def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProg
         (planned,) = _with_budget(sweep, [_plan(plan.row, choice, progress)], progress)
         return planned
     recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
-    steps = round((sweep.trial_share if sweep.stages else 1) * recipe.training.num_steps)
+    steps = round((sweep.trial_share if sweep.stages_of(plan.row.name) else 1) * recipe.training.num_steps)
     if (warmup := recipe.schedule.warmup_steps or 0) >= steps:
         raise InputError(f"schedule.warmup_steps: {warmup} given, but a trial has {plural(steps, 'step')}; give fewer")
     return dataclasses.replace(other, recipe=recipe)
@@ -268,7 +268,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
                 f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}, more than "
                 f"{MOST_STEPS:,}; give less"
             )
-        shortest = round(sweep.trial_share * count) if sweep.stages else count
+        shortest = round(sweep.trial_share * count) if sweep.stages_of(name) else count
         if shortest <= (warmup := plan.recipe.schedule.warmup_steps or 0):
             trial = "run" if shortest == count else "trial"
             raise InputError(

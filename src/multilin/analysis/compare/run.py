@@ -3,9 +3,10 @@
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from multilin.analysis.compare.answers import remarks_on
+from multilin.analysis.compare.answers import of_steps, remarks_on
 from multilin.analysis.compare.measure import final_score, measure_rows, prompt_of
 from multilin.analysis.compare.record import (
     FAILED,
@@ -24,7 +25,7 @@ from multilin.analysis.compare.rows import SPEED_FILE, Choice, Plan, plan_choice
 from multilin.analysis.compare.sweep import Sweep, check_sweep, choices_of
 from multilin.analysis.machine import examine
 from multilin.data.tasks import find_task
-from multilin.errors import InputError, plural
+from multilin.errors import InputError, listed, plural
 from multilin.files import check_folder, check_writable
 from multilin.files.lock import locked_folder
 from multilin.runs.files import RECIPE_FILE
@@ -90,7 +91,8 @@ def _compare(sweep: Sweep, training: "_Training") -> Comparison:
     chance = find_task(sweep.task).chance if sweep.task else None
     found = ranking(rows, training.measure, sweep.budget.given, chance)
     comparison = Comparison(
-        title=sweep.title, measure=training.measure, budget=sweep.budget.given, seeds=sweep.seeds, stages=sweep.stages,
+        title=sweep.title, measure=training.measure, budget=sweep.budget.given, seeds=sweep.seeds,
+        stages=sweep.stages if any(tuning.values()) else [],
         trial_share=sweep.trial_share, final_half=sweep.final_half, task=sweep.task,
         one_tokenizer=len({plan.text for plan in best.values()}) == 1, prompt=prompt or "", rows=rows,
         chance=chance, remarks=[], machine=dataclasses.asdict(examine()), **found._asdict(),
@@ -115,14 +117,17 @@ class _Training:
     def begin(self, plans: list[Plan]) -> None:
         """Count the runs and check the folders known before tuning. With `overwrite`, clear all folders of the rows."""
         for plan in plans:
-            trials = {str(choice) for stage in self.sweep.stages for choice in choices_of(stage, plan.choice)}
+            stages = self.sweep.stages_of(plan.row.name)
+            trials = {str(choice) for stage in stages for choice in choices_of(stage, plan.choice)}
             is_first_seed_tried = bool(trials) and self.sweep.trial_share == 1  # its run is the best trial
             self._num_trials[plan.row.name] = len(trials)
             num_others = len(self.sweep.seeds) - is_first_seed_tried
             self._num_others += num_others
             work = len(trials) * self._work_of(plan.trial(self.sweep.trial_share)) + num_others * self._work_of(plan)
             self._work[plan.row.name] = work
-            first = choices_of(self.sweep.stages[0], plan.choice) if trials else [plan.choice]
+            first = choices_of(stages[0], plan.choice) if trials else [plan.choice]
+            if trials:
+                self._say_trials(plan, first)
             for choice, seed in itertools.product(first, self.sweep.seeds):
                 planned = self.plan(plan, choice)
                 for run in (planned, planned.trial(self.sweep.trial_share)):
@@ -133,6 +138,14 @@ class _Training:
                 for path in Path(self.sweep.output).glob(f"{plan.row.name}-s{seed}{ending}/{RECIPE_FILE}"):
                     with locked_folder("output", path.parent):
                         RunFolder(path.parent).clear()
+
+    def _say_trials(self, plan: Plan, first: Sequence[Choice]) -> None:
+        """Print how a row is tuned, such as `elita: learning rate from 3 trials of 1/4 of the steps (0.002, ...)`."""
+        names = listed([name.split(".")[-1].replace("_", " ") for name in plan.choice])
+        trials = plural(self._num_trials[plan.row.name], "trial") + of_steps(self.sweep.trial_share)
+        tried = f" ({', '.join(str(*choice.values()) for choice in first)})" if len(plan.choice) == 1 else ""
+        more = f", then up to {self.sweep.extend} more beyond the best end" if self.sweep.extend else ""
+        self.progress.message(f"{plan.row.name}: {names} from {trials}{tried}{more}")
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
         """A row's plan with another choice; it is made only once."""
@@ -162,12 +175,13 @@ class _Training:
         """
         tuning: list[RunRecord] = []
         best, num_before = plan.choice, len(self._trained)
-        for stage in self.sweep.stages:
+        stages = self.sweep.stages_of(plan.row.name)
+        for stage in stages:
             for choice in choices_of(stage, best):
                 if choice not in [run.choice for run in tuning]:
                     tuning.append(self._try(plan, choice))
             best = best_choice(tuning, self.measure)
-        for _ in range(self.sweep.extend):
+        for _ in range(self.sweep.extend if stages else 0):
             further = further_choice(tuning, self.measure)
             if further is None:
                 break

@@ -24,6 +24,12 @@ from multilin.training.recipe import Recipe, load_recipe
 TEXT_SWEEP, TASK_SWEEP = "architectures", "tasks"
 MOST_CHOICES = 1000
 
+# How `compare NAME NAME` tunes a row that the built-in sweep does not have: 2e-3, 4e-3 and 8e-3, which are multiples of
+# the sweep's own rate, and up to two rates beyond the best end. The rows of that sweep had as many trials.
+UNTUNED: dict[str, Any] = {
+    "stages": [{"optimizer.learning_rate": ["x0.5", "x1", "x2"]}], "trial_share": 0.25, "extend": 2,
+}  # fmt: skip
+
 _ROW_NAME = re.compile(r"\w[\w.+-]*")
 _TUNED = ("optimizer", "schedule", "model", "tokenizer", "training")
 _MULTIPLE = re.compile(r"x(\d+(?:\.\d+)?)")  # of the best value so far
@@ -62,11 +68,16 @@ class Sweep:
     task: str | None = None  # a recall task instead of a text, such as mqar
     stages: Annotated[list[Stage], MaxLen(20)] = field(default_factory=list)  # of tuning: fields to values to try
     trial_share: Share = 1.0  # share of the budget that each trial of tuning gets
+    tuned: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows that `stages` leaves as they are
     extend: RepeatCount = 0  # most further values to try where the best is the lowest or highest
     final_half: bool = False  # tune on half of the validation documents, and score on the other half
     like: PathText | None = None  # a sweep file beside this one, whose base and rows this one changes
     output: PathText = ""  # folder for the runs and the report
     colours: Annotated[list[Name], MaxLen(100)] = field(default_factory=list)  # rows in the order of their colours
+
+    def stages_of(self, row: str) -> list[Stage]:
+        """The stages of tuning for a row: none if it was tuned before."""
+        return [] if row in self.tuned else self.stages
 
     def colour(self, row: str) -> int:
         """The number of a row's colour in reports."""
@@ -115,9 +126,10 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         if row in rows:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
         rows[row] = frame if name in known else {"recipe": name}
-    return dataclasses.replace(
-        builtin_sweep(task), title=listed(list(rows)), base={}, rows=rows, output="runs/compare-" + "-".join(rows)
-    )
+    sweep = builtin_sweep(task)
+    tuned = [name for name, row in rows.items() if name in sweep.rows or "recipe" in (row or {})]
+    output, tuning = "runs/compare-" + "-".join(rows), {"tuned": tuned, **UNTUNED} if len(tuned) < len(rows) else {}
+    return dataclasses.replace(sweep, title=listed(list(rows)), base={}, rows=rows, output=output, **tuning)
 
 
 def _row_name(recipe: str) -> str:
@@ -137,6 +149,9 @@ def load_sweep(path: Path) -> Sweep:
         sweep = _over(_read_sweep(path.parent / sweep.like, "like"), sweep)
     output = sweep.output or f"runs/compare-{path.stem}"
     sweep = dataclasses.replace(sweep, title=sweep.title or path.stem, output=output)
+    for name in sweep.tuned:
+        if name not in sweep.rows:
+            raise InputError(f"tuned: there is no row {shown(name)}{nearest(name, sweep.rows)}")
     check_sweep(sweep)
     return sweep
 
@@ -242,6 +257,8 @@ def changed(
     changes = dict(changes)
     output = changes.pop("output", sweep.output)
     over = nested(changes, "--")
+    if sweep.stages == UNTUNED["stages"] and get(over, "optimizer.learning_rate") is not None:
+        sweep = dataclasses.replace(sweep, stages=[], trial_share=1.0, extend=0)  # the rate of every row is given
     for name in ("model.architecture", "model.layers"):
         if get(over, name) is not None:
             raise InputError(f"--{name}: given, but rows have their own models; name the models, or write a sweep file")

@@ -107,11 +107,11 @@ def architecture_page(architecture: Architecture) -> str:
             + ("yes.\n" if architecture.packs else "no, the model refuses them.\n"),
             *([f"## When to use it\n\n{_prose(use)}"] if use else []),
             "## Options of a model\n",
-            "Set these options in `model.options` of a recipe, or in `options` of "
+            "Set `model.options` in a recipe, or give `options` to "
             f"`MultilinConfig.from_architecture({architecture.name!r}, ...)`.\n",
             _fields(architecture.preset_options),
             "## Options of a layer\n",
-            "These options can be set in an entry of `layers` in `config.json`. Layers of several architectures make a "
+            "Set these options in `layers` of `config.json`. Layers of several architectures make a "
             "[hybrid](../hybrids.md).\n",
             _layer_fields(architecture),
             f"## Source\n\n{architecture.source}.\n",

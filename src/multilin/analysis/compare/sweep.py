@@ -15,6 +15,7 @@ from annotated_types import MaxLen, MinLen
 
 from multilin.data.files import file_format
 from multilin.errors import InputError, listed, nearest, shorten, shown
+from multilin.files.trust import is_own
 from multilin.settings import load_settings, settings, without_empty
 from multilin.settings.bounds import Amount, Name, PathText, RepeatCount, Section, Seed, Share, Tried
 from multilin.settings.inputs import read_yaml
@@ -112,21 +113,26 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
         if path.suffix in (".yaml", ".yml") and not path.exists():
             raise InputError(f"ROWS: there is no file {shorten(names[0])}; give a sweep file, or two or more recipes")
     # Imported here, because it imports PyTorch, which takes seconds.
+    from multilin.architectures.own_file import resolve, short_name
     from multilin.model.factory import model_names
 
-    known = model_names()
+    known = [*model_names(), *filter(is_own, names)]
     recipes = [name for name in names if name not in known]
     frame = _frame(load_recipe(recipes[0]), with_text=task is None) if recipes else {}
     if len(names) == 1:
         command = shlex.join(["multilin", "compare", names[0], "llama" if names[0] == "gpt2" else "gpt2"])
         raise InputError(f"ROWS: only {names[0]} given; give two or more, such as `{command}`")
+    sweep = builtin_sweep(task)
     rows: dict[str, dict[str, Any] | None] = {}
     for name in names:
-        row = name if name in known else _row_name(name)
+        row = re.sub(r"\W+", "_", short_name(resolve(name, is_typed=True))) if is_own(name) else name
+        row = row if name in known else _row_name(name)
         if row in rows:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")
         rows[row] = frame if name in known else {"recipe": name}
-    sweep = builtin_sweep(task)
+        if is_own(name):
+            own = {"model": {"architecture": resolve(name, is_typed=True)}}
+            rows[row] = merge(merge(nested(sweep.base, "base"), frame), own)
     tuned = [name for name, row in rows.items() if name in sweep.rows or "recipe" in (row or {})]
     output, tuning = "runs/compare-" + "-".join(rows), {"tuned": tuned, **UNTUNED} if len(tuned) < len(rows) else {}
     return dataclasses.replace(sweep, title=listed(list(rows)), base={}, rows=rows, output=output, **tuning)

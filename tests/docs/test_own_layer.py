@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from multilin import MultilinConfig, MultilinForCausalLM
@@ -46,15 +47,15 @@ PROGRAMS = [
     for page in (ROOT / "README.md", ROOT / "docs" / "own-layer.md")
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 ]
-README, SHORT, NAME = "gated_average", "running_mean", "gated_mean"
-FILES = dict(zip((README, SHORT, NAME), PROGRAMS, strict=True))
+README, OWN, NAME = "gated_average", "ema", "gated_mean"
+FILES = dict(zip((README, OWN, NAME), PROGRAMS, strict=True))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Architecture]]:
     """The architectures of the page's files, as saved under their names."""
     found = {}
-    for name, text in FILES.items():
+    for name, text in ((README, FILES[README]), (NAME, FILES[NAME])):
         path = tmp_path_factory.mktemp("architectures") / f"{name}.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(name, path)
@@ -74,11 +75,21 @@ def example(written: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch) -
     return written[NAME]
 
 
-@pytest.fixture(params=["default", "one head", SHORT, README])
+@pytest.fixture(params=["default", "one head", README])
 def case(request: pytest.FixtureRequest, example: Architecture) -> dict:
-    if request.param in (SHORT, README):
+    if request.param == README:
         return {"architecture": request.param, "options": {}}
     return {"architecture": NAME, "options": dict({"default": {}, **example.variants}[request.param])}
+
+
+def test_the_module_of_the_page_runs_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "ema.py").write_text(FILES[OWN])
+    config = MultilinConfig.from_architecture(str(tmp_path / "ema.py"), hidden_size=8, num_layers=2, vocab_size=9)
+    model, ids = MultilinForCausalLM(config).eval(), torch.arange(8)[None]
+    state = model(ids[:, :5]).past_key_values
+    onward = model(ids[:, 5:], past_key_values=state).logits
+    torch.testing.assert_close(onward, model(ids).logits[:, 5:])
 
 
 def test_its_page_says_what_the_file_says(example: Architecture) -> None:

@@ -125,7 +125,7 @@ def find_sweep(names: Sequence[str], task: str | None = None) -> Sweep:
     sweep = builtin_sweep(task)
     rows: dict[str, dict[str, Any] | None] = {}
     for name in names:
-        row = re.sub(r"\W+", "_", short_name(resolve(name, is_typed=True))) if is_own(name) else name
+        row = re.sub(r"[^\w.+-]", "-", short_name(resolve(name, is_typed=True))) if is_own(name) else name
         row = row if name in known else _row_name(name)
         if row in rows:
             raise InputError(f"ROWS: two rows are called {row}; give each another name in a sweep file")

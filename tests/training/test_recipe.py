@@ -222,7 +222,7 @@ def test_resolving_fills_what_was_not_given_and_keeps_what_was() -> None:
     [
         (
             "data: {source: PREPARED}\ntokenizer: {kind: byte}",
-            r"tokenizer\.kind: 'byte' given, but .* is prepared text",
+            r"tokenizer\.kind: 'byte' given, but the prepared text .* decides this field",
         ),
         ("data: {source: PREPARED, text_field: body}", r"data\.text_field: 'body' given, but the prepared text"),
         ("tokenizer: {kind: bpe, path: there}", r"tokenizer\.kind: 'bpe' given, but the loaded tokenizer 'there'"),

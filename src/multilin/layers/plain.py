@@ -126,9 +126,7 @@ class PlainMixer(nn.Module):
             return self._read_traced(x_BTD, state, given, layout)
         if layout.padding_BT is None and (state is None or _is_even(state)):
             output_BTD, value = self._call(x_BTD, None if state is None else _trimmed(state, slice(None)), given)
-            return output_BTD, PlainState(
-                _sizes(value, x_BTD.shape[0], x_BTD.device), value
-            ) if layout.needs_state else None
+            return output_BTD, _state(value, x_BTD) if layout.needs_state else None
         return self._read_groups(x_BTD, state, given, layout)
 
     def _call(self, x_BTD: Tensor, value: Any, given: dict[str, Any]) -> tuple[Tensor, Any]:

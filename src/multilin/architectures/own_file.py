@@ -133,6 +133,19 @@ def open_files(names: Iterable[Any], folder: Path) -> None:
             )
 
 
+def open_code(config: Mapping[str, Any], name: str | Path | None) -> None:
+    """Load the layers from users' files of a config that was read from a folder or a repository on the hub."""
+    names = own_names(config)
+    if not names or name is None:
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(name), revision=config.get("_commit_hash"), allow_patterns="*.py"))
+    open_files(names, folder)
+
+
 def _has(source: Source, parts: re.Match[str]) -> bool:
     return source.hash.startswith(parts["hash"])
 

@@ -28,7 +28,7 @@ _PLOT = "loss.png"
 _PACKAGE = "multilin"
 _ROOT = Path(multilin.__file__).parent
 _STAND_INS = f"{_PACKAGE}.export.publish_stand_ins"
-_SETTINGS = {f"{_PACKAGE}.settings", f"{_PACKAGE}.settings.bounds"}
+_LEFT_OUT = {f"{_PACKAGE}.{name}" for name in ("settings", "settings.bounds", "architectures.own_file")}
 _ONLY_FOR_CHECKS = {"annotated_types", "jaxtyping", "pydantic", "pydantic_core"}
 _HEAD = f'''"""multilin {multilin.__version__}: the model of this folder, in PyTorch alone.
 
@@ -191,7 +191,7 @@ def _relative(node: ast.ImportFrom, files: dict[str, str]) -> list[str]:
         inside = f"{node.module}.{alias.name}"
         is_module = package == _PACKAGE and _path(inside) is not None
         module, renamed = inside if is_module else str(node.module), f" as {alias.asname}" if alias.asname else ""
-        if package != _PACKAGE or module in _SETTINGS or _is_compiled(module):
+        if package != _PACKAGE or module in _LEFT_OUT or _is_compiled(module):
             lines.append(f"from .{_flat(_STAND_INS)} import {alias.name}{renamed}")
             continue
         _add(module, files)

@@ -13,14 +13,14 @@ import traceback
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from multilin.architectures.base import Architecture, adopt
-from multilin.architectures.plain_module import plain_architecture
+from multilin.architectures.base import Architecture
+from multilin.architectures.plain_module import adopt_own
 from multilin.errors import InputError, listed, shown
 from multilin.files import write_whole
 from multilin.files.trust import code_hash, is_own, is_trusted, original_path, own_names, remember
@@ -221,9 +221,8 @@ def _load(source: Source, cls: str) -> str:
     found = _choose(module, source, cls)
     label = found.__name__ if isinstance(found, type) else next(k for k, v in vars(module).items() if v is found)
     name = f"{source.file}:{label}@{source.hash[:HASH_DIGITS]}"
-    architecture = replace(found, name=name) if isinstance(found, Architecture) else plain_architecture(found, name)
+    adopt_own(found, name)
     _sources[name] = source
-    adopt(architecture)
     return name
 
 

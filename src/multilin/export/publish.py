@@ -129,10 +129,7 @@ def _about_own_layers(run: Run) -> str:
     imported = {name for source in sources.values() for name in _packages(ast.parse(source.code))}
     others = sorted(imported - sys.stdlib_module_names - {_PACKAGE, "numpy", "torch", "transformers"})
     needs = f"Install the package of {listed(others)} first: the model's own layers import it.\n" if others else ""
-    return (
-        f"\n{needs}With multilin, the files of the model's own layers ({listed(list(sources))}) are run after "
-        "`multilin.trust_code(FILE)`.\n"
-    )
+    return f"\n{needs}With multilin, read the files of the model's own layers, and trust them: `multilin.trust_code(FILE)`.\n"
 
 
 def _plain_card(run: Run) -> str:
@@ -178,7 +175,7 @@ def model_files(names: Iterable[str]) -> dict[str, str]:
     adopted = []
     if own:
         _add(f"{_PACKAGE}.architectures.plain_module", files)
-        added = {source.hash: _add_own(source, files) for source in own.values()}
+        added = {h: _add_own(source, files) for h, source in {one.hash: one for one in own.values()}.items()}
         adopted = [f"from .{added[own[name].hash]} import {class_name(name)} as _own_{i}" for i, name in enumerate(own)]
         adopted += ["from .architectures_plain_module import adopt_own", ""]
         adopted += [f"adopt_own(_own_{i}, {name!r})" for i, name in enumerate(own)]

@@ -119,7 +119,7 @@ def make_graph(model: MultilinForCausalLM, num_columns: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter, which prints remarks on versions and steps, and the graph of a model that it cannot trace."""
+    """Silence the exporter, which prints remarks on versions and steps, and a graph if it fails."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -129,7 +129,9 @@ def _about_own_layers(run: Run) -> str:
     imported = {name for source in sources.values() for name in _packages(ast.parse(source.code))}
     others = sorted(imported - sys.stdlib_module_names - {_PACKAGE, "numpy", "torch", "transformers"})
     needs = f"Install the package of {listed(others)} first: the model's own layers import it.\n" if others else ""
-    return f"\n{needs}With multilin, read the files of the model's own layers, and trust them: `multilin.trust_code(FILE)`.\n"
+    return (
+        f"\n{needs}With multilin, read the files of the own layers, then call `multilin.trust_code(FILE)` for each.\n"
+    )
 
 
 def _plain_card(run: Run) -> str:

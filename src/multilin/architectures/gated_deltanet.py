@@ -48,8 +48,8 @@ class GatedDeltaNetOptions(LayerOptions):
     num_heads: Multiple = 4  # number of heads; it must divide the hidden size
     value_size: Width | None = None  # width of a head's values; null is hidden size / heads
     decays: bool = True  # multiply the matrix by the gate a at every token
-    corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to it
-    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values reads; null: none
+    corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to this value
+    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values reads; null: not used
     output_gate: bool = True  # multiply the result by a gate that the current token computes
 
 

@@ -43,7 +43,7 @@ class ChatArguments:
     system: Prose | None = None  # instructions that the model reads before the first message
     state: PathText | None = None  # continue from the state in this file
     session: Name | None = None  # continue this session of the server
-    api_key: str | None = None  # key of the server; safer in the environment variable MULTILIN_API_KEY
+    api_key: str | None = None  # key of the server; the environment variable MULTILIN_API_KEY is safer
     engine: EngineName = "auto"  # engine if TARGET is a folder; see `multilin generate --help`
 
 
@@ -193,7 +193,7 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
 
 @contextlib.contextmanager
 def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes | None) -> "Iterator[Conversation]":
-    """Open the first branch of a conversation; when the block ends, close the client and a folder's server."""
+    """Open the first branch of a conversation; when the block ends, close the client, and the server of a folder."""
     from multilin.serving.conversation import Conversation, connect
 
     with contextlib.ExitStack() as stack:

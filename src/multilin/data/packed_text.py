@@ -56,8 +56,8 @@ class Description:
     pad_token_id: int
     tokenizer_hash: str
     is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
-    summary: _Printable = ""  # of a validation text: which part of the source it is, in words
-    num_cut: int = 0  # of a validation text: documents of which it has only the end
+    summary: _Printable = ""  # for a validation text: which part of the source it is, in words
+    num_cut: int = 0  # for a validation text: number of documents of which only the end is in it
 
 
 def merged(descriptions: Sequence[Description]) -> Description:

@@ -46,7 +46,7 @@ class Folder:
     """A folder of prepared text; the folder's name is relative to the manifest."""
 
     name: Annotated[str, StringConstraints(pattern=r"^(unfinished/)?[a-z]+(/[0-9]+-[0-9]+)?$")]
-    files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each
+    files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each file, by name
     description: Description | None  # the content of packed.json; None for the tokenizer
 
     def describe(self) -> Description:
@@ -61,7 +61,7 @@ class Manifest:
     """The content of manifest.json, the last file that a preparation writes."""
 
     format: Size
-    settings: Section  # all that decided the content, and the source's hash
+    settings: Section  # all settings that determined the content, and the source's hash
     num_documents: Size  # of training and validation text together
     num_tokens: Size
     num_bytes: Size  # UTF-8 bytes of the text

@@ -20,7 +20,7 @@ class DataRecipe:
     """The text."""
 
     source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, task (task:mqar)
-    mix: Mixture | None = None  # prepared texts (folder or address: weight) to read instead of the source
+    mix: Mixture | None = None  # prepared texts to read instead of the source, as {folder or address: weight}
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
     validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all validation text, or on one half of it
@@ -66,7 +66,7 @@ class TokenizerTrainArguments:
     """A tokenizer to train."""
 
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
-    output: PathText  # folder to write it to
+    output: PathText  # folder to write the tokenizer to
     kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # kind of tokenizer
     vocab_size: Vocabulary | None = None  # entries of the vocabulary; 4096 by default, fewer for little text
     text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)

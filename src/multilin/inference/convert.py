@@ -43,7 +43,7 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
 
 
 def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
-    """Make our config from a LeapConfig; one with the field `rescale` comes from release 1.0.1, others from later code.
+    """Make our config from a LeapConfig; with the field `rescale` it is of release 1.0.1, without it of later code.
 
     Raises:
         InputError: a size that the package always writes is missing, or a value out of range.

@@ -80,7 +80,7 @@ class _Factors(NamedTuple):
 
 @torch.no_grad()
 def compose(model: MultilinForCausalLM) -> Composed:
-    """Write an all-linear model as a matrix over tokens, a triangle over positions and a bias.
+    """Write an all-linear model as a matrix for tokens, a lower-triangular matrix for positions, and a bias.
 
     Raises:
         InputError: a part of the model is not linear.

@@ -23,7 +23,7 @@ class Arithmetic:
     weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
         "none"  # round float weights to the levels of these formats
     )
-    stored_as_int8: bool = False  # keep weights in int8 only, without their floats
+    stored_as_int8: bool = False  # keep weights in int8 only, without float weights
 
 
 class Linear(nn.Linear):

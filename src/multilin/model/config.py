@@ -62,7 +62,7 @@ class _LayerEntry:
     """Fields that every entry of `layers` may have in addition to the options of its architecture."""
 
     architecture: str  # a registered one
-    initializer_range: Strength | None = None  # standard deviation of initial weights; none is the model's
+    initializer_range: Strength | None = None  # standard deviation of initial weights; null takes the model's value
 
 
 _OF_EVERY_LAYER = tuple(field.name for field in dataclasses.fields(_LayerEntry))

@@ -146,7 +146,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """A Jinja environment like that of transformers, so that templates give the same text as in training."""
+    """A Jinja environment like the environment of transformers, so that templates give the same text as in training."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

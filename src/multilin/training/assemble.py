@@ -38,7 +38,8 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Args:
         recipe: the recipe, with the sources and the tokenizer.
         progress: called repeatedly while the text is read.
-        run: folder of a run of the recipe, or of a checkpoint; the tokenizer there replaces that of `model.start`.
+        run: folder of a run of the recipe, or of a checkpoint; the tokenizer there replaces the tokenizer of
+            `model.start`.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.

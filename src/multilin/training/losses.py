@@ -27,7 +27,7 @@ class Evaluation:
     perplexity: float  # exp(loss)
     bits_per_byte: float  # all nats / ln 2 / bytes
     tokens: int  # scored tokens
-    bytes: int  # UTF-8 bytes of the text they stand for
+    bytes: int  # UTF-8 bytes of the text of the scored tokens
 
 
 class Scored(NamedTuple):
@@ -146,7 +146,7 @@ def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[i
 
 
 def summarise(nats: float, tokens: int, size: int) -> Evaluation:
-    """The score of `tokens` tokens that stand for `size` bytes and have a total loss of `nats`.
+    """The score of `tokens` tokens that encode `size` bytes and have a total loss of `nats`.
 
     Raises:
         InputError: there is no token to score.

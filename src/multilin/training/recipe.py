@@ -117,7 +117,7 @@ def _open_layers(model: Any, folder: Path) -> None:
 
 
 def _named_layers(values: Mapping[str, Any], prefix: str, *, is_typed: bool) -> dict[str, Any]:
-    """The architectures among the values, by prefixed name, with the permanent names of layers in files."""
+    """The fields that name architectures, with `prefix`, and with permanent names in place of layers' files."""
     model = {name: values[prefix + name] for name in ("architecture", "layers") if prefix + name in values}
     if not own_names(model):
         return {}
@@ -207,7 +207,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
-    """The first dotted field, and both values, in which two recipes differ and that decides the run; or None."""
+    """The first field that must not change on resume in which two recipes differ, and both values; None if none."""
     flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):

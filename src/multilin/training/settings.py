@@ -53,7 +53,7 @@ class OptimizerRecipe:
 class ScheduleRecipe:
     """The learning rate over time. Null fields take the defaults of the architecture."""
 
-    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # shape after the warm-up
+    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # schedule after the warm-up
     warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
     tail: bounds.Rate | None = None  # tail: the rate falls to 0 in the last 1/tail of the run; 5 by default
     constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak; 100 by default

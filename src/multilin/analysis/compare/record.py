@@ -193,7 +193,7 @@ class Comparison:
         return sum(difference.p is not None for difference in self.differences)
 
     def row(self, name: str) -> RowRecord:
-        """The row with a name."""
+        """The row of this name."""
         return next(row for row in self.rows if row.name == name)
 
 

@@ -44,7 +44,7 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; at all if `kept` is 0."""
+    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; at all positions for 0."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
         # Without a mask, transformers would read a gap in the positions as the start of another text.
@@ -137,7 +137,7 @@ def _ranks(values: NDArray[np.generic]) -> NDArray[np.float64]:
 class Step:
     """One step of a layer in which positions read each other.
 
-    layer: number of the layer, from 1; 0 stands for the mean over all layers.
+    layer: number of the layer, from 1; 0 is the mean over all layers.
     name: name of the step in its layer; empty if the layer has only one.
     reading: weights of one text, in float64 on the CPU.
     agreements: one for each head, and the last for the mean over the heads; empty if removal was not measured.
@@ -238,7 +238,7 @@ def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """Turn values (..., S) of tokens into (..., C): a character gets its tokens' largest value, by size."""
+    """Turn values (..., S) of tokens into values (..., C) of characters: of its tokens, the value largest in magnitude."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)

@@ -145,7 +145,7 @@ def forward_summaries(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
-    """Merge the state of head h with one token that stands for all later tokens; if not `passes`, replace the state."""
+    """Merge the state of head h with one token that summarises all later tokens; if not `passes`, replace the state."""
     highest = max(top[h] if passes else LOWEST, new_top)
     past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
     new = new_total * exp_negative(new_top - highest)

@@ -36,7 +36,7 @@ from multilin.settings.bounds import Multiple, Width
 EPS = 1e-6  # added to mean squares and squared lengths
 DECAYS, STEPS = (0.01, 16.0), (1e-3, 0.1)  # ranges of the initial A (uniform) and softplus(d) (log-uniform)
 MEANING = (
-    "A weight is the factor of the token's values in what the head reads: how well query and key fit, reduced by decay "
+    "A weight is the factor of the token's values in the head's result: how well query and key fit, reduced by decay "
     "and by later tokens with similar keys. It may be negative, and is no share."
 )
 

@@ -91,7 +91,7 @@ class Triangle(ParameterHolder, Reader):
         if layout.padding_BT is not None:
             weights_BTS = weights_BTS.masked_fill(layout.padding_BT[:, None, :], 0.0)
         meaning = (
-            "A weight is the learned number c[t, j] between the two positions. It may be negative, is not a share, and "
+            "A weight is the learned number c[t, j] for this pair of positions. It may be negative, is no share, and "
             "does not depend on the text."
         )
         return Reading(meaning, weights_BTS[:, None], 0, None, is_share=False)

@@ -154,7 +154,9 @@ class _Talk:
     def _rewind(self, value: str) -> None:
         number = _number("/rewind", value or "1", 10**6, "a number of answers")
         if self.begins_with_state and number > (answers := self.answers[self.place]):
-            raise InputError(f"/rewind: {number} given, but {plural(answers, 'answer')} came after the given state")
+            raise InputError(
+                f"/rewind: {number} given, but {plural(answers, 'answer')} came after the state of --state"
+            )
         self.current.rewind(number)
         self.answers[self.place] = max(0, self.answers[self.place] - number)
 

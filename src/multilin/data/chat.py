@@ -142,7 +142,9 @@ class ChatTemplate:
             text = self._render(marked, prompt)
             if self.plain(text) == self._render(messages, prompt):
                 return text
-        raise InputError("messages: a message spells a control token that the chat template looks for; change it")
+        raise InputError(
+            "messages: a message spells a control token that the chat template looks for; change the message"
+        )
 
     def plain(self, text: str) -> str:
         """A text from `render` without marks."""

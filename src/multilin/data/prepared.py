@@ -296,9 +296,12 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
     texts = {address: open_prepared("data.mix", address, progress) for address in weights}
     (first_name, first), *others = texts.items()
     for name, other in others:
-        for field, meaning in (("tokenizer_hash", "tokens of one tokenizer"), ("is_chat", "only texts, or only chats")):
+        for field, meaning in (
+            ("tokenizer_hash", "have the same tokenizer"),
+            ("is_chat", "be texts, or both be chats"),
+        ):
             if getattr(other.validation.description, field) != getattr(first.validation.description, field):
-                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} must both have {meaning}")
+                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} must both {meaning}")
     identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())
     folder = cache_root() / "mixtures" / identity.hexdigest()[:32]
     make_once(folder, lambda unfinished: concatenate([text.validation for text in texts.values()], unfinished))

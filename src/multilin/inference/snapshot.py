@@ -56,7 +56,7 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
     """
     if not isinstance(model, MultilinForCausalLM):
         kind = model.config.model_type
-        raise InputError(f"run: a {kind} model keeps no state; serve and chat need a model of this package")
+        raise InputError(f"run: a {kind} model keeps no state; serve and chat need a model of multilin")
     return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, state_tensors(model))
 
 

@@ -274,7 +274,9 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
         raise InputError(f"past_key_values: a state of {len(given.kinds)} layers, but this model has {len(kinds)}")
     if given.kinds != kinds:
         its, own = next(pair for pair in zip(given.kinds, kinds, strict=True) if pair[0] != pair[1])
-        raise InputError(f"past_key_values: the state of another model; its layer is {its}, but here it is {own}")
+        raise InputError(
+            f"past_key_values: the state belongs to another model: it has a layer of {its}, but this model has {own}"
+        )
     if given.batch_size not in (None, num_batch):
         raise InputError(
             f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "

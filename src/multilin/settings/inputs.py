@@ -136,7 +136,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         reason = "too many levels" if isinstance(error, RecursionError) else shorten(str(error), 200)
         raise InputError(f"{where} is not JSON: {reason}") from None
     if _is_deep(value):
-        raise InputError(f"{where}: lists and objects in more than {_DEEPEST} levels given")
+        raise InputError(f"{where}: lists and objects are nested in more than {_DEEPEST} levels")
     return value
 
 

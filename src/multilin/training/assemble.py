@@ -204,7 +204,7 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
     if remark := packing_remark(recipe, model):
         warnings.warn(remark, stacklevel=2)
     plan = recipe.training
-    assert plan.global_batch_size is not None, "training needs a recipe that was resolved"
+    assert plan.global_batch_size is not None, "training needs a recipe without open fields; see resolve_recipe"
     length = plan.num_steps * plan.global_batch_size
     fields = [field for field in blocks[0] if field not in _unread(model)]
     kind: type[BlockOrder] = MixedOrder if isinstance(blocks, MixedBlocks) else BlockOrder

@@ -463,6 +463,6 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
         if not (isinstance(error, DistError) or "gloo" in str(error)):
             raise
         raise TrainingFailed(
-            f"the run in {folder.path} stopped because another process of it has ended; {where()}, and --resume "
+            f"the run in {folder.path} stopped because another process of the run has ended; {where()}, and --resume "
             "continues the run"
         ) from error

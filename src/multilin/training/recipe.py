@@ -86,7 +86,7 @@ def load_recipe(
     is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
     if path is not None and is_run:
         if "output" not in values:
-            raise InputError(f"recipe: {path} is incomplete: it lacks the field output, which a run writes last")
+            raise InputError(f"recipe: {path} is incomplete: the last field, output, is missing")
         values["output"] = str(name_or_path)  # the folder may have been moved since then
         _open_layers(values.get("model"), path.parent)
         if overrides.get("model.start") not in (None, get(values, "model.start")):

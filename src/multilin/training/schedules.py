@@ -43,7 +43,7 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
 
 def rate_factor(recipe: ScheduleRecipe, step: int, max_steps: float) -> float:
     """The factor in a step (counted from 0) of a run of `max_steps` steps, for a resolved recipe."""
-    assert recipe.name is not None, "a schedule needs a recipe that was resolved"
+    assert recipe.name is not None, "a schedule needs a recipe without open fields; see resolve_recipe"
     assert recipe.warmup_steps is not None
     warmup_steps, tail, constant_steps = recipe.warmup_steps, recipe.tail or 0.0, recipe.constant_steps or 0
     rest = max(max_steps - warmup_steps, 1)

@@ -144,7 +144,7 @@ class _Training:
         names = listed([name.split(".")[-1].replace("_", " ") for name in plan.choice])
         trials = plural(self._num_trials[plan.row.name], "trial") + of_steps(self.sweep.trial_share)
         tried = f" ({', '.join(str(*choice.values()) for choice in first)})" if len(plan.choice) == 1 else ""
-        more = f", then up to {self.sweep.extend} more beyond the best end" if self.sweep.extend else ""
+        more = f", then up to {self.sweep.extend} more if the best is at an end" if self.sweep.extend else ""
         self.progress.message(f"{plan.row.name}: {names} from {trials}{tried}{more}")
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:

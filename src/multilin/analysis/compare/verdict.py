@@ -280,7 +280,7 @@ def caveats(comparison: Comparison) -> Iterator[str]:
     best, found = comparison.order[0], headline(comparison)
     said = {found.row, found.reference} if found else set()
     if noisy := [d.one for d in comparison.to_best if d.within_noise and {d.one, best} != said]:
-        yield f"{_are(noisy)} within noise of {best}, the best mean (p > {LEVEL:g}, corrected for all pairs)."
+        yield f"{_are(noisy)} within noise of {best}, which has the best mean (p > {LEVEL:g}, corrected for all pairs)."
     if sentence := _tuned_unlike(comparison):
         yield sentence
     if comparison.chance is not None:

@@ -22,7 +22,10 @@ from multilin.runs.load import longest_text
 NUM_GUESSES = 3
 
 ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers reports it."
-MEAN = "A weight is the mean of the shares over all layers and heads, where the position's own term is added."
+MEAN = (
+    "A weight is the mean over all layers and heads of the token's share. For the position's own token, the share of "
+    "the own term is added."
+)
 FEWEST_RANKED = 3  # fewest tokens for a rank correlation
 MOST_LOGITS = 2**24  # in one forward pass
 
@@ -238,7 +241,7 @@ def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """Turn values (..., S) of tokens into values (..., C) of characters: of its tokens, the value largest in magnitude."""
+    """Turn values (..., S) of tokens into (..., C) of characters: the largest value in magnitude among their tokens."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)

@@ -15,7 +15,8 @@ State: each head keeps the matrix S and the last three inputs of the convolution
 
 When to use: Gated DeltaNet can look up single earlier tokens with a state of fixed size. If a key occurs again, its new
 value replaces the stored value. A matrix holds as many pairs of key and value as a key has numbers; further pairs
-disturb them. The state is much larger than ELiTA's, and training computes several products for each chunk of 64 tokens.
+disturb the stored pairs. The state is much larger than ELiTA's, and training computes several products for each chunk
+of 64 tokens.
 """
 
 import math

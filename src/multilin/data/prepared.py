@@ -62,7 +62,7 @@ class Manifest:
 
     format: Size
     settings: Section  # all settings that determined the content, and the source's hash
-    num_documents: Size  # of training and validation text together
+    num_documents: Size  # documents of training and validation text together
     num_tokens: Size
     num_bytes: Size  # UTF-8 bytes of the text
     tokenizer_hash: _Sum

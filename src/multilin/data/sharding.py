@@ -292,7 +292,7 @@ class Packer:
         self._encoder = make_encoder(self._tokenizer)
 
     def pack(self, number: int) -> PartRecord:
-        """Pack the rest of a part."""
+        """Pack the documents of a part that are not packed yet."""
         record, left_out = PartRecord.read(self._store, number), Counter[str]()
         documents = itertools.islice(self._job.documents(number, left_out), record.num_documents, None)
         while not record.is_done:

@@ -108,8 +108,8 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
         source, target: the folder of the checkpoint, and the folder to write.
 
     Raises:
-        InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, tied parameters
-            with different values, or a target that exists.
+        InputError: a file is missing or damaged, a parameter is missing, unknown or of another shape, tied parameters
+            have different values, or the target exists.
     """
     check_folder("OUTPUT", target, must_be_new=True)
     config = _CONFIGS[kind](_read_config(source))

@@ -55,7 +55,7 @@ class Composed(NamedTuple):
         """The model's logits, as weighted sums of columns of Q.
 
         Raises:
-            InputError: ids that are not of the vocabulary, or more of them than the model has positions.
+            InputError: ids that are not in the vocabulary, or more ids than the model has positions.
         """
         check_ids(input_ids, len(self.tokens))
         length, limit = input_ids.shape[1], len(self.mixing)

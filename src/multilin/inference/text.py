@@ -144,8 +144,8 @@ class TextStream:
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
-    is_stopped: a stop string came.
-    is_whole: `text` holds all tokens so far: no character is cut, and no stop string may have begun.
+    is_stopped: whether a stop string came.
+    is_whole: whether `text` holds all tokens so far: no character is cut, and no stop string may have begun.
     """
 
     codec: TextCodec

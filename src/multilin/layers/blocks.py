@@ -43,7 +43,7 @@ class GeluFeedForward(nn.Module):
 
     Args:
         hidden_size: width D of x and y; the hidden layer between is 4 D wide.
-        dropout: probability in training.
+        dropout: dropout probability in training.
         bias: whether both matrices have a bias.
     """
 

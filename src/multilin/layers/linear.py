@@ -101,7 +101,7 @@ class Linear(nn.Linear):
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix as floats: int8 weights are converted to `dtype`, a parameter keeps its own."""
+        """The matrix as floats: int8 weights are converted to `dtype`, a parameter keeps its dtype."""
         weight = self.matrix()
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)

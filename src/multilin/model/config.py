@@ -54,7 +54,7 @@ class TokenIds:
 
     bos_token_id: TokenId | None = None  # starts a text
     eos_token_id: TokenId | Annotated[list[TokenId], MaxLen(100)] | None = None  # ends a text
-    pad_token_id: TokenId | None = None  # fills short rows
+    pad_token_id: TokenId | None = None  # the token that pads short rows
 
 
 @settings
@@ -84,7 +84,7 @@ class MultilinConfig(PretrainedConfig):
         final_norm: before the output: "layer_norm", "tile_norm" (root mean square, no parameters), or "none".
         final_norm_tile: width of the tiles of "tile_norm"; None is the whole vector.
         final_scale: factor on the hidden states between the final norm and the head.
-        embedding_dropout: probability, in training.
+        embedding_dropout: dropout probability, in training.
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
         embedding_range: standard deviation of the initial token embedding; None is initializer_range.
@@ -289,7 +289,7 @@ def _open_code(values: Mapping[str, Any], name: Any) -> None:
 def write_auto_file(folder: Path, sources: Mapping[str, Source]) -> None:
     """Write the file that `AUTO_MAP` names, and the code of layers from users' files under the given names.
 
-    Whoever runs the first file, with `trust_remote_code=True`, trusts the others.
+    Whoever runs the first file, with `trust_remote_code=True`, trusts the other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trusted = [f"trust_hash({source.hash!r})  # {name}\n" for name, source in sources.items()]

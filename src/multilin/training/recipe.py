@@ -207,7 +207,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
-    """The first field that must not change on resume in which two recipes differ, and both values; None if none."""
+    """The first field in which two recipes differ and that must not change on resume, with both values; else None."""
     flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):

@@ -117,7 +117,7 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """The runs of tuning, then the runs of the seeds; a run that is both appears once."""
+        """The runs of tuning, then the runs of the seeds; a run that belongs to both appears once."""
         scored = {run.folder: run for run in self.runs}
         return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 

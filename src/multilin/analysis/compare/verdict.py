@@ -34,7 +34,7 @@ TRANSFORMERS = ("gpt2", "llama")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A row against another row, the reference.
+    """A row compared with another row, the reference.
 
     at: the row's score minus the reference's at equal "tokens", "flops" and "seconds", in per cent of the reference's
         bits per byte, or in points of accuracy; None if one of them had no validation yet.
@@ -70,7 +70,7 @@ def headline(comparison: Comparison) -> Verdict | None:
 
 
 def reference(comparison: Comparison) -> str:
-    """The row with which the others are compared: the best Transformer row, or the best row if there is none."""
+    """The row with which other rows are compared: the best Transformer row, else the best row."""
     order = comparison.order
     return next((name for name in order if is_transformer(comparison.row(name))), order[0])
 

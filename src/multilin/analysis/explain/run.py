@@ -111,7 +111,7 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
     recipe = recipe_of(run)
     if recipe is None:
         raise InputError(
-            f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
+            f"text: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give --text or --file"
         )
     packed, document = validation_text(run, recipe, progress), settings.document or 0
     if document >= packed.num_documents:

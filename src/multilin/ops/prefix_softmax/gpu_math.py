@@ -7,8 +7,9 @@ rounded for this product, so that the weights of a mean add up to exactly 1.
 
 Backward, let D_t be a row's total, p_tj = exp(l_j - M_t) / D_t, delta_t = dy_t . y_t. Over the rows t that read j, dv_j
 is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row summarises all rows after a chunk:
-`low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Times
-exp(l_j - low), both are the sums with p_tj. A row reads no logit above its M_t, so this factor is in [0, 1], too.
+`low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Multiplied
+by exp(l_j - low), `flow` and `lost` are the sums with p_tj. A row reads no logit above its M_t, so this factor is in
+[0, 1], too.
 """
 
 import triton

@@ -27,7 +27,7 @@ class OptimizerKind:
     """One optimizer.
 
     make: called with parameter groups, `lr`, and `options` by name.
-    learning_rate, weight_decay, clip_norm: defaults if the architecture's own optimizer is another one.
+    learning_rate, weight_decay, clip_norm: defaults if this is not the architecture's own optimizer.
     state_numbers: how many numbers of optimizer state a matrix element needs.
     options: the other fields of the recipe that this optimizer uses, with their defaults.
     normalizes: whether updates are independent of the scale of a gradient; embeddings are then updated by rows.

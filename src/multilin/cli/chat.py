@@ -128,7 +128,7 @@ class _Talk:
         print(flush=True)
 
     def command(self, name: str, value: str = "") -> bool:
-        """Run a command such as /fork; False ends the conversation."""
+        """Run a command such as /fork; return False if the conversation ends."""
         commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork, "/switch": self._switch, "/rewind": self._rewind, "/save": self._save,
             "/help": lambda _: print(HELP, file=sys.stderr),

@@ -42,7 +42,7 @@ class DataRecipe:
 class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
-    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # kind of tokenizer; null if the text comes with one
+    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # kind of tokenizer; null if the text has a tokenizer
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, fewer for little text
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 

@@ -139,7 +139,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | None:
     """The end-of-text token of an earlier tokenizer, from which `tokenizer` was made by adding tokens or none.
 
-    Added tokens have the highest ids, so they are left out one by one until the rest has the hash.
+    Added tokens have the highest ids, so they are left out one by one until the remaining tokenizer has this hash.
 
     Args:
         tokenizer: the present tokenizer.
@@ -228,7 +228,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
         for piece in pieces:
             sample.add(piece)
         warnings.warn(
-            "tokenizer: the text has too many different words for the memory, as a text without spaces does, so the "
+            "tokenizer: the text has too many different words for the memory, as is usual without spaces, so the "
             f"tokenizer is trained on {sample.kept / 1e6:.1f} of {sample.seen / 1e6:.1f} MB, spread over the text",
             stacklevel=2,
         )

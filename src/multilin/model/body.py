@@ -222,7 +222,7 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_row_lengths(
         self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
     ) -> tuple[list[Tensor], list[Any]]:
-        """Continue each row with its first `counts_B` tokens, in pieces that end where a row ends; later outputs are 0."""
+        """Read the first `counts_B` tokens of each row, in pieces that end where a row ends; other tokens get 0."""
         num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)

@@ -154,8 +154,8 @@ class TextState(Cache):
         """The values of all parts before a call of the model; `advance` takes the values after it.
 
         A plain call has no padding, begins no document and counts positions. If it has few new columns, windows
-        are rings, which are written in place. Windows are not rings with gradients, with recorded states, or in traced
-        graphs, which would miss the writing.
+        are rings, which are written in place. With gradients, with recorded states, and in traced graphs, which would
+        miss the writing in place, windows are not rings.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()

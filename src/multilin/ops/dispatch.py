@@ -101,7 +101,7 @@ class Op:
             if refused is not None:
                 warn_once(f"{refused}; {backend.name} runs instead, which may be many times slower")
             return backend
-        raise AssertionError(f"{self.name}: the reference takes everything")
+        raise AssertionError(f"{self.name}: the reference must take every call")
 
 
 def _has_tangent(*inputs: Any) -> bool:

@@ -64,7 +64,7 @@ class TemplateLayout:
         try:
             self._jinja, self._names = _environment().from_string(template), names
         except TemplateError as error:
-            raise InputError(f"run: its chat template is not valid ({error})") from None
+            raise InputError(f"run: the model's chat template is not valid ({error})") from None
         self._template = ChatTemplate(codec.tokenizer, self._render)
         self._end_id = codec.end_id
         self._starts = {codec.end_id, codec.tokenizer.token_to_id(names.get("bos_token", ""))}

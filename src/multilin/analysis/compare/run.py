@@ -216,7 +216,7 @@ class _Training:
             total = sum(self._num_trials.values()) + self._num_others
             heading = f"[{len(self._trained) + 1}/{total}] {folder.name}"
             if is_finished(folder, max_steps) and not self.overwrite:
-                self.progress.message(f"{heading}: finished before")
+                self.progress.message(f"{heading}: finished in an earlier call")
             else:
                 size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
                 self.progress.message(f"{heading}: {size}")

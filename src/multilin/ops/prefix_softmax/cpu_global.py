@@ -77,7 +77,7 @@ def gate(task, first, tops, totals, others, g, o):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
-    """Add one token to `new`, `lost` and `left` (see `move_on`); unless for a summary, also compute y."""
+    """Add one token to `new`, `lost` and `left` (see `move_on`), and compute y, which a summary does not need."""
     H, D = new.shape
     for h in range(H):
         weight, decay, gate, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
@@ -205,7 +205,7 @@ def compute_means(task, values, first, means, w, a):
 def back_row(
     later, lost, left, new, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i
 ):
-    """Go back by one position: update C, and `new`, the rows' share of S; unless for a summary, store gradients.
+    """Go back by one position: update C, and `new`, the rows' share of S; store gradients, except for a summary.
 
     The mean before the position begins at element `old` of `means`; if gated, the mean after the position follows.
     Heads are processed in descending order, like positions: ascending order takes twice as long.

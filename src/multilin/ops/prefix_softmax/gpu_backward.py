@@ -94,7 +94,7 @@ def after_part(
 def read_later(
     b_logits, b_text, o_t, ahead, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans, dmeans_t, o_d, m_d
 ):
-    """What the rows `ahead` positions later add to gradients of values and subtract from gradients of logits."""
+    """The terms of the rows `ahead` positions later, for the gradients of values (added) and of logits (subtracted)."""
     o_later = o_t + ahead
     m_later = o_later < T
     is_read = o_later[:, None] - o_t[None, :] < window

@@ -54,9 +54,7 @@ class AdditiveShared(LayerOptions):
     """Options that all layers of a model share."""
 
     num_heads: Multiple = 4  # number of heads; it must divide the hidden size
-    stabilizer: Literal["mid_norm", "head_norm"] = (
-        "mid_norm"  # place of the norms; head_norm as in the released package
-    )
+    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # place of the norms; head_norm: as in the package
     rescale: Positive | None = None  # largest logit with head_norm; null is 15
     dropout: Fraction = 0.1  # dropout of poolings and feed-forward in training
 

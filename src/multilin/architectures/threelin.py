@@ -41,9 +41,7 @@ class ThreeLinShared(LayerOptions):
     query_size: Width | None = None  # width of QK x and QV x; null is half the hidden size
     value_size: Width | None = None  # ttdim, width of V x and K x, a multiple of the block; null is the hidden size
     block: Multiple = 16  # products per number in the combiner, a power of two
-    query_on: Literal["past", "current"] = (
-        "past"  # tokens that the normalised QK maps: past tokens or the current token
-    )
+    query_on: Literal["past", "current"] = "past"  # tokens that the normalised QK maps: past or current
     scale: Factor | None = None  # factor on the logits; null is 1 / sqrt(query size); the document uses 1
     learn_decay: bool = False  # train slope and hyper
 

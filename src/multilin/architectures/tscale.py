@@ -12,8 +12,7 @@ on. Let x = N(state). Each layer computes all lines but the last; the model comp
     logits   = lin(W, N(state)) + bias                                     bias: log of the token counts, or none
 
 Window widths: the first layers (an even number, about a sixth of all layers) read only the previous token. Then narrow
-    layers
-(64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the original code.
+layers (64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the original code.
 
 State: each layer keeps keys and values of the last `width` tokens, in float32, with a flag that marks filled entries.
 
@@ -73,9 +72,7 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """Options of a whole model."""
 
-    widths: Literal["schedule", "full"] = (
-        "schedule"  # window widths; full in every layer is for comparisons; not in TScale
-    )
+    widths: Literal["schedule", "full"] = "schedule"  # window widths; full (in every layer) is not in TScale
     full_width: PastWindow | None = None  # width of the full layers; null is the training length
 
 
@@ -119,7 +116,7 @@ class TScaleLayer(Layer):
         head_size = options.tile(hidden_size)
         if hidden_size % head_size or head_size % (BLOCK if head_size <= 64 else 64):
             needed = f"divide the hidden size {hidden_size} and be a multiple of 4, or of 64 if it is above 64"
-            given = f"{head_size} given" if options.head_size else f"none given, which makes it {head_size}"
+            given = f"{head_size} given" if options.head_size else f"none given, so it is {head_size}"
             raise InputError(f"head_size: {given}, but it must {needed}")
         self.norm = TileNorm(head_size)
         self.attention = TScaleAttention(hidden_size, head_size, options)

@@ -382,6 +382,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in tokenizer.json; config.json is not read, since it may name foreign code as its model."""
+    """Load the tokenizer in tokenizer.json; config.json is not read, since it may name foreign code as the model."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         return PreTrainedTokenizerFast.from_pretrained(path_or_name)

@@ -18,14 +18,12 @@ StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 class GenerationSettings:
     """Settings of generation: length, sampling, beams, stops."""
 
-    max_new_tokens: Tokens | None = (
-        None  # most new tokens; default: 200 or the server's default, fewer if there is less room
-    )
-    temperature: Temperature = 0.8  # below 1 makes likely tokens even more likely; 0 takes the likeliest token
+    max_new_tokens: Tokens | None = None  # most new tokens; default: 200 or the server's, or fewer if they do not fit
+    temperature: Temperature = 0.8  # values below 1 make likely tokens even more likely; 0 takes the likeliest token
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this probability
     min_p: Share | None = None  # drop tokens below this share of the likeliest token's probability
-    repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
+    repetition_penalty: Positive = 1.0  # values above 1 make tokens of the prompt and the new text less likely
     presence_penalty: Factor = 0.0  # subtracted from the logits of tokens that the new text contains
     frequency_penalty: Factor = 0.0  # subtracted from logits for each occurrence of the token in the new text
     logit_bias: Biases = dataclasses.field(default_factory=dict)  # numbers to add to logits, by token id

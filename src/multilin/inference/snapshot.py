@@ -131,7 +131,7 @@ def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
 
 
 def to_contents(snapshot: Snapshot) -> StateContents:
-    """The snapshot as the content of a state file; tensors on the CPU share their memory with it."""
+    """The snapshot as the content of a state file; tensors on the CPU share memory with the result."""
     tensors = {name: tensor.detach().cpu().numpy() for name, tensor in snapshot.state.named_tensors()}
     rng_state = None if snapshot.rng_state is None else snapshot.rng_state.numpy()
     return StateContents(tensors, snapshot.unread_ids, rng_state)

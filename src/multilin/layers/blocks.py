@@ -21,7 +21,7 @@ class ResidualBlock(Layer):
     Args:
         norm: function that creates a norm; called twice.
         attention: the module in which positions read each other, `y, state = attention(x, state, layout)`.
-        feed_forward: (B, T, D) to (B, T, D), one position at a time.
+        feed_forward: maps (B, T, D) to (B, T, D), each position separately.
     """
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, feed_forward: nn.Module) -> None:

@@ -249,7 +249,7 @@ class TextState(Cache):
 
 
 def _unlocked(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it was made in inference mode and is now used outside of it.
+    """The tensor, or a copy if the tensor was made in inference mode and inference mode is now off.
 
     Compiled code cannot ask how a tensor was made: it copies if gradients are on, and else reads the tensor itself.
     """

@@ -94,7 +94,7 @@ def read_blocks(
     documents, and for models of transformers, the context is all earlier tokens of the block.
 
     Args:
-        model: a causal language model of transformers, on any device; its training mode is left as it was.
+        model: a causal language model of transformers, on any device; training or evaluation mode is left as it was.
         packed: the text, packed with the model's tokenizer.
         block_size: tokens in a block. A block's first token is scored as the last token of the previous block.
         batch_size: blocks per call.
@@ -172,7 +172,7 @@ def score_answers(
     """Score a model on the answers in a task's first `number` sequences.
 
     Args:
-        model: the model, on any device; its training mode is left as it was.
+        model: the model, on any device; training or evaluation mode is left as it was.
         sequences: items {"input_ids", "labels"}, (T,) each; labels are IGNORED_LABEL except in answers.
         number: number of sequences to score.
         batch_size: sequences per call.

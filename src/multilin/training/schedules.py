@@ -7,7 +7,7 @@ In step i = 0, 1, ... of N steps, the factor is a warm-up over w steps times the
     linear        (N - i) / (N - w), at most 1
     cosine        (1 + cos(pi (i - w) / (N - w))) / 2, 1 before w
     constant      1
-    tail          min(1, (1 - i / N) * tail): the last 1 / tail of the run falls to 0           (TScale)
+    tail          min(1, (1 - i / N) * tail): falls to 0 in the last 1 / tail of the run        (TScale)
     inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
 
 For a run with a time limit, N = i / s, where s is the share of the run's time that has passed. So the course ends when

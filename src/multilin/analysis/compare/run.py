@@ -155,7 +155,7 @@ class _Training:
         return self._plans[name]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a run if its folder holds another run or is inside the folder of its text."""
+        """Refuse a run if the output folder holds another run or is inside the folder of the run's text."""
         path = Path(recipe.output)
         check_folder("output", path)
         RunFolder(path).check_outside(recipe)

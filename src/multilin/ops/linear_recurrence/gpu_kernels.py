@@ -28,7 +28,7 @@ def compose(factor, term, later_factor, later_term):
 
 @triton.jit
 def place(D, BLOCK: tl.constexpr):
-    """This program's channels, part of the time, and text."""
+    """The channels, the part of the time, and the text that this program computes."""
     num_blocks = tl.cdiv(D, BLOCK)
     i = tl.program_id(0)
     return i % num_blocks * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), (i // num_blocks).to(tl.int64)

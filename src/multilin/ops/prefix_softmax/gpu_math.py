@@ -23,7 +23,8 @@ UNSPECIALIZED = ("cut", "num_slots", "window")  # else Triton compiles a kernel 
 
 @triton.jit
 def place(T, H, D, cut, BLOCK_D: tl.constexpr):
-    """This program's slice of D, head, part of the time and text; the part's bounds; the components, and their mask."""
+    """The slice of D, head, part of the time and text of this program; the part's bounds; the components and their
+    mask."""
     i, num_parts, num_splits = tl.program_id(0), cut.parts, cut.splits
     i_split, i_h, i_part = i % num_splits, i // num_splits % H, i // (num_splits * H) % num_parts
     first, o_d = i_part * cut.length, i_split * BLOCK_D + tl.arange(0, BLOCK_D)

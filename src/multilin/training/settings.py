@@ -26,9 +26,7 @@ class ModelRecipe:
     options: bounds.Section = field(default_factory=dict)  # options of the architecture
     layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
     config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
-    start: bounds.PathText | None = (
-        None  # trained model to start from (run, folder, hub name): weights, sizes, tokenizer
-    )
+    start: bounds.PathText | None = None  # run, folder or hub name that gives the first weights, sizes and tokenizer
     start_hash: bounds.Name | None = None  # SHA-256 of the weights in model.start; a run records it
 
     @property

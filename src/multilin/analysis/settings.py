@@ -13,7 +13,7 @@ class EvaluationSettings:
     source: bounds.PathText | None = None  # corpus, file, folder, glob or hub dataset; else the run's validation text
     max_tokens: bounds.Tokens | None = None  # number of tokens to score, evenly spread (--long: the first); else all
     batch_size: bounds.Batch = 8  # blocks in one forward pass
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # invalid UTF-8: an error, or replaced by U+FFFD
 
 

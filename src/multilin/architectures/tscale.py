@@ -43,7 +43,7 @@ class TScaleShared(LayerOptions):
     """Options that all layers of a model share."""
 
     num_heads: Multiple | None = None  # number of heads; null is hidden size / head size
-    head_size: Width | None = None  # a multiple of 4, above 64 of 64; null: hidden size / heads, else at most 128
+    head_size: Width | None = None  # a multiple of 4 (of 64 if above 64); null: hidden size / heads, else at most 128
     expansion: Multiple = 1  # width of the feed-forward, in multiples of the width of all heads
     rotary_base: Positive = 500_000.0  # base of the rotary frequencies
     scale: Factor | None = None  # factor on the logits; null is 0.5 / sqrt(head size)
@@ -72,7 +72,7 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """Options of a whole model."""
 
-    widths: Literal["schedule", "full"] = "schedule"  # window widths; full (in every layer) is not in TScale
+    widths: Literal["schedule", "full"] = "schedule"  # window widths; full gives every layer full_width (not in TScale)
     full_width: PastWindow | None = None  # width of the full layers; null is the training length
 
 

@@ -24,7 +24,7 @@ class DataRecipe:
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
     validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all validation text, or on one half of it
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
     @property
@@ -57,7 +57,7 @@ class ShardSettings:
     kind: Literal["bpe", "unigram", "byte"] | None = None  # kind of tokenizer, bpe by default
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, fewer for little text
     validation_fraction: Part = 0.01  # share of the text's bytes set aside for validation
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
 
@@ -69,7 +69,7 @@ class TokenizerTrainArguments:
     output: PathText  # folder to write the tokenizer to
     kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # kind of tokenizer
     vocab_size: Vocabulary | None = None  # entries of the vocabulary; 4096 by default, fewer for little text
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder
 
@@ -81,6 +81,6 @@ class TokenizerShowArguments:
     tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
     source: PathText | None = None  # count tokens and bytes of this text
     text: Prose | None = None  # show how the tokenizer cuts this text
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     json: bool = False  # print JSON

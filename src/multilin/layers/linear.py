@@ -18,8 +18,8 @@ from multilin.settings import settings
 class Arithmetic:
     """How layers multiply with their matrices; embedding and output always use floats."""
 
-    products: Literal["float", "int8"] = "float"  # products of inputs and weights
-    backward: Literal["float", "int8"] = "float"  # products of the backward pass, if `products` is int8
+    products: Literal["float", "int8"] = "float"  # format of products of inputs and weights
+    backward: Literal["float", "int8"] = "float"  # format of products in the backward pass, if `products` is int8
     weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
         "none"  # round float weights to the levels of these formats
     )

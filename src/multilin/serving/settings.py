@@ -34,7 +34,7 @@ class ServeLimits:
     """Limits of the server: how many requests run at a time, how long they are, and how large stored states are."""
 
     slots: Count = 64  # sequences that are generated at a time
-    queue: Count = 256  # requests that may wait; more are refused with 429
+    queue: Count = 256  # requests that may wait; further requests are refused with 429
     max_tokens: Count = 4096  # largest number of tokens to generate for a request
     max_prompt: Length = 65536  # largest number of tokens to read for a request
     memory: Bytes = "1GB"  # largest size of all states kept in memory

@@ -24,7 +24,7 @@ class ModelRecipe:
     num_layers: bounds.Depth | None = None  # number of layers; by default 6, or as many as `layers` lists
     n_positions: bounds.BlockLength = 256  # context length: tokens in one training block
     options: bounds.Section = field(default_factory=dict)  # options of the architecture
-    layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
+    layers: bounds.LayerList | None = None  # for hybrids: architecture and options of each layer, first to last
     config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
     start: bounds.PathText | None = None  # run, folder or hub name that gives the first weights, sizes and tokenizer
     start_hash: bounds.Name | None = None  # SHA-256 of the weights in model.start; a run records it

@@ -183,8 +183,8 @@ def finding(explanation: Explanation) -> str:
     if overall.nearness >= overall.correlation:
         sentence += " The distance of a token predicts its effect as well as its weight, or better."
     return (
-        f"Rank correlation with the effects of removal: weights {overall.correlation:.2f}, nearness alone "
-        f"{overall.nearness:.2f} ({plural(overall.positions, 'position')}). {sentence}"
+        f"Rank correlation with the effects of removal: {overall.correlation:.2f} for the weights, "
+        f"{overall.nearness:.2f} for nearness alone ({plural(overall.positions, 'position')}). {sentence}"
     )
 
 

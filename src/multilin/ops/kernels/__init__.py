@@ -96,7 +96,7 @@ def is_exported() -> bool:
 
 
 def refuses_eager(*inputs: object, **options: object) -> str | None:
-    """`Backend.refuses` of a special case that takes only traced calls."""
+    """`Backend.refuses` for a special case, which takes only traced calls."""
     return None if is_traced(*inputs) else "the call is not traced into a graph"
 
 

@@ -35,7 +35,7 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
     """Make our config from a FastformerLMConfig: stabilizer "head_norm", the listed windows, a tied output with a bias.
 
     Raises:
-        InputError: a size that the package always writes is missing, or a value out of range.
+        InputError: a size that the package always writes is missing, or a value is out of range.
     """
     # The name of the factor differs between versions.
     options = {"stabilizer": "head_norm", "rescale": values.get("rescale") or values.get("rescale_value", 15.0)}
@@ -46,7 +46,7 @@ def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
     """Make our config from a LeapConfig; with the field `rescale` it is of release 1.0.1, without it of later code.
 
     Raises:
-        InputError: a size that the package always writes is missing, or a value out of range.
+        InputError: a size that the package always writes is missing, or a value is out of range.
     """
     options = {"weights": "exp" if "rescale" in values else "elu", "rescale": values.get("rescale")}
     return _our_config("leap", values, "n_head", options)

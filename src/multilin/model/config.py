@@ -226,7 +226,7 @@ class MultilinConfig(PretrainedConfig):
             model: fields of this class that replace the preset's, and token ids.
 
         Raises:
-            InputError: an unknown architecture, option or field, or a value out of range.
+            InputError: an architecture, option or field is unknown, or a value is out of range.
         """
         if layers is not None:
             num_layers = _count_layers(layers, num_layers, options)

@@ -159,7 +159,7 @@ def stand_ins(page: Path) -> dict[str, str]:
     """What a page's commands and programs read and do not make themselves, to what is copied there."""
     found, made = {"my-books": "my-books"}, set()
     for words in itertools.chain.from_iterable(words_of(page, block) for block in blocks(page)):
-        read = [word for before, word in zip(["", *words[:-1]], words, strict=True) if before not in WRITTEN]
+        read = [word for before, word in itertools.pairwise(["", *words]) if before not in WRITTEN]
         for name in re.split(r"[=,{}: \"']+", " ".join(read)):
             source = next((source for pattern, source in STAND_INS.items() if fnmatch(name, pattern)), None)
             is_made = not made.isdisjoint(map(str, [Path(name), *Path(name).parents]))

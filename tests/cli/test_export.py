@@ -126,7 +126,7 @@ def test_an_export_that_failed_is_not_tried_again(
         cache.keep_export(run_copy)
     assert not cache.is_current(run_copy)
     assert main(command) == 0
-    assert "multilin: using the engine torch, because run: the logits differ" in capsys.readouterr().err
+    assert "multilin: using the engine torch, because the logits differ" in capsys.readouterr().err
     assert background_exports == []
     assert main([*command, "--engine", "onnx"]) == 2
     assert "multilin: run: the logits differ" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""The longest match as a part of the embedding: the text so far, not the model, remembers what followed before."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multilin.layers.base import Layout, ParameterHolder
+from multilin.ops.longest_match import MatchState, longest_match
+from multilin.settings import settings
+from multilin.settings.bounds import Length, MatchLength
+
+
+@settings
+class Match:
+    """The search for the longest match."""
+
+    window: Length = 4096  # number of earlier tokens that are searched
+    longest: MatchLength = 8  # number of last tokens that are compared at most
+
+
+class Matches(NamedTuple):
+    """The matches of some tokens, each (B, T) int64: the predicted ids, and the lengths, 0 without a match."""
+
+    predicted_BT: Tensor
+    length_BT: Tensor
+
+
+class MatchEmbedding(ParameterHolder):
+    """g[l] E[p] + N[l] for a match of length l that predicts token p, with the token embedding E; N[0] without a match.
+
+    Args:
+        hidden_size: D.
+        match: the search.
+    """
+
+    def __init__(self, hidden_size: int, match: Match) -> None:
+        super().__init__()
+        self.match = match
+        self.gate = nn.Parameter(torch.empty(match.longest))  # g[1], g[2], ...
+        self.length = nn.Embedding(match.longest + 1, hidden_size)  # N
+
+    def initialize(self, std: float) -> None:
+        """Set all gates to 1; the embedding of lengths is drawn as every embedding."""
+        nn.init.ones_(self.gate)
+
+    def look_up(self, tokens: Tensor, state: MatchState | Any, layout: Layout) -> tuple[Matches, MatchState | None]:
+        """The matches of ids (B, T), and the state after them. Embeddings (B, T, D) have no ids, so they match none."""
+        ids_BT = tokens if tokens.ndim == 2 else torch.full_like(layout.positions_BT, -1)
+        predicted_BT, length_BT, after = longest_match(
+            ids_BT, window=self.match.window, longest=self.match.longest, starts=layout.starts_BT,
+            padding=layout.padding_BT, state=state, needs_state=layout.needs_state,
+        )  # fmt: skip
+        return Matches(predicted_BT, length_BT), after
+
+    def forward(self, matches: Matches, embed_tokens: nn.Module) -> Tensor:
+        """What is added to the embedding of each token, (B, T, D)."""
+        predicted_BTD, length_BT = embed_tokens(matches.predicted_BT), matches.length_BT
+        gate_BT = torch.where(length_BT > 0, self.gate[(length_BT - 1).clamp(min=0)], 0.0)
+        return predicted_BTD * gate_BT.to(predicted_BTD.dtype)[..., None] + self.length(length_BT)

@@ -25,6 +25,8 @@ HYBRIDS = {
     ],
 }
 
+MATCH = {"window": 20, "longest": 4}
+
 CASES = [
     *(
         pytest.param({"architecture": name, "options": dict(options)}, id=f"{name}-{variant}")
@@ -34,6 +36,10 @@ CASES = [
     *(
         pytest.param({"architecture": "additive", "layers": layers}, id=f"hybrid-{name}")
         for name, layers in HYBRIDS.items()
+    ),
+    *(
+        pytest.param({"architecture": name, "options": {}, "match": MATCH}, id=f"{name}-longest_match")
+        for name in ("tscale", "mingru")
     ),
 ]
 
@@ -64,6 +70,7 @@ def make_model(case: dict) -> MakeModel:
             options=case.get("options"),
             eos_token_id=0,
             pad_token_id=1,
+            match=case.get("match"),
             **{**({} if initial else {"initializer_range": 0.3}), "embedding_dropout": 0.0, **model},
         )
         torch.manual_seed(0)

@@ -36,7 +36,7 @@ class StateTensor:
 
     name: see `TextState.named_tensors`.
     shape: shape of one row; the length of an axis that grows with the text is GROWS.
-    dtype: "float32", "float64" or "int64".
+    dtype: "float32", "float64", "int32" or "int64".
     kind: a "window" has the last tokens in order; "positions" has the token at position n in slot n. Both have slots
         along the first axis; an empty slot is -inf in a tensor of logits, and 0 in other tensors. A "summary" has no
         slots. A "count" is the number of tokens read.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from multilin.errors import InputError
 from multilin.layers.base import Layout
 from multilin.model.config import MultilinConfig
-from multilin.model.match import Match, Matches, MatchEmbedding
+from multilin.model.match import Match, MatchEmbedding, Matches
 from multilin.model.row_layout import Packing, document_starts
 from multilin.ops.dispatch import can_read_values
 from multilin.ops.shapes import kind_of

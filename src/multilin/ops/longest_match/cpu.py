@@ -10,7 +10,9 @@ _kernels, _launch = LazyModule("multilin.ops.longest_match.cpu_kernels"), LazyMo
 
 
 def _empty(tokens_BT: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return tokens_BT.new_empty(tokens_BT.shape, dtype=torch.long), tokens_BT.new_empty(tokens_BT.shape, dtype=torch.long)
+    return tokens_BT.new_empty(tokens_BT.shape, dtype=torch.long), tokens_BT.new_empty(
+        tokens_BT.shape, dtype=torch.long
+    )
 
 
 @operator("longest_match", _empty)

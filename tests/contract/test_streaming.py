@@ -147,7 +147,12 @@ def test_the_state_does_not_grow(make_model: MakeModel) -> None:
     for length in (1, 1, 5, 60, 1):
         model(random_ids(2, length), past_key_values=state)
         sizes.add(state.num_bytes)
-        assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.float64, torch.int32, torch.int64}
+        assert {tensor.dtype for _, tensor in state.named_tensors()} <= {
+            torch.float32,
+            torch.float64,
+            torch.int32,
+            torch.int64,
+        }
         assert {len(tensor) for _, tensor in state.named_tensors()} == {2}
     assert len(sizes) == 1
 
@@ -167,7 +172,12 @@ def test_streaming_a_longer_text_needs_no_more_memory(make_model: MakeModel) -> 
 
 def test_a_low_precision_model_keeps_its_state_in_float32_or_better(make_model: MakeModel) -> None:
     _, state = read_in_pieces(make_model(torch.bfloat16), random_ids(1, 9), [4])
-    assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.float64, torch.int32, torch.int64}
+    assert {tensor.dtype for _, tensor in state.named_tensors()} <= {
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+    }
 
 
 def test_a_text_beyond_the_limit_is_refused_and_leaves_the_state(make_model: MakeModel) -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError, as_input_error
-from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
+from multilin.inference.manifest import MATCH_INPUTS, MATCH_TOKENS, Manifest, graph_tensors, read_manifest
+from multilin.inference.matching import longest_matches
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.inference.text import TextCodec
 from multilin.ops.threads import available_cores, free_cores
@@ -31,7 +32,7 @@ _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
 class OnnxState:
     """The state of some rows.
 
-    about: descriptions of the tensors that the graphs take.
+    about: descriptions of the tensors that the graphs take, and of the last tokens for the longest match.
     embedding: state of the embedding, (rows,) int64 by name: `num_read_B`, `hash_B` and `document_B`.
     tensors: inputs of the graphs by name: summaries, and rings, which hold token number n in slot n mod slots.
     room: rings with spare rows; the rings in `tensors` are their first rows.
@@ -201,6 +202,7 @@ class OnnxEngine:
         self.manifest: Manifest = read_manifest(self.folder)
         self.vocab_size, self.longest_text = self.manifest.vocab_size, self.manifest.n_positions
         self._inputs = graph_tensors(self.manifest.state)
+        self._about = [*self._inputs, *(about for about in self.manifest.state if about.name == MATCH_TOKENS)]
         self._sessions: dict[tuple[str, int | None], onnxruntime.InferenceSession] = {}
         self._graph("step.onnx")
 
@@ -236,7 +238,10 @@ class OnnxEngine:
         with as_input_error(lambda reason: f"export: {path} cannot be loaded ({reason}); export the model again"):
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         names = [given.name for given in session.get_inputs()]
-        expected = [*_LEADING[name], *(about.name for about in self._inputs)]
+        leading = _LEADING[name]
+        if self.manifest.match is not None:
+            leading = [leading[0], *MATCH_INPUTS, *leading[1:]]
+        expected = [*leading, *(about.name for about in self._inputs)]
         outputs = [given.name for given in session.get_outputs()]
         if names != expected or outputs != ["logits", *(f"new.{about.name}" for about in self._inputs)]:
             raise InputError(f"export: {path} does not fit {MANIFEST} beside it; export the model again")
@@ -244,7 +249,7 @@ class OnnxEngine:
 
     def new_state(self, num_rows: int = 1) -> OnnxState:
         """A state of `num_rows` rows that have read nothing."""
-        return OnnxState.empty(self._inputs, num_rows)
+        return OnnxState.empty(self._about, num_rows)
 
     def read(self, state: OnnxState, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Read the next tokens of each row; return the logits after each row's last token, (rows, V).
@@ -281,11 +286,19 @@ class OnnxEngine:
         """Run a graph, and write the tensors that it returns into the state."""
         counts = np.ones(len(ids), np.int64) if num_new is None else num_new
         state.grow(int((state.num_read + counts).max()))
-        feed = {"input_ids": ids, "num_read": state.num_read, **state.tensors}
+        feed = {about.name: state.tensors[about.name] for about in self._inputs}
+        feed |= {"input_ids": ids, "num_read": state.num_read}
         if num_new is not None:
             feed["num_new"] = num_new
+        tokens = []
+        if self.manifest.match is not None:
+            tokens = [(ids + 1).astype(np.int32)]
+            found = longest_matches(
+                state.tensors[MATCH_TOKENS], state.num_read, tokens[0], counts, **self.manifest.match
+            )
+            feed |= zip(MATCH_INPUTS, found, strict=True)
         logits, *new = self._graph(graph).run(None, feed)
-        state.add(ids, counts, new)
+        state.add(ids, counts, [*new, *tokens])
         result: NDArray[np.float32] = logits
         return result
 
@@ -300,7 +313,7 @@ class OnnxEngine:
 
     def restore(self, contents: StateContents) -> OnnxState:
         """The state from the result of `save`."""
-        return OnnxState.from_contents(self._inputs, contents.tensors)
+        return OnnxState.from_contents(self._about, contents.tensors)
 
 
 def _slot_axis(about: StateTensor) -> int:

@@ -232,6 +232,8 @@ def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> Non
                 raise InputError(f"{name} holds values that are not finite")
         elif (tensor < 0).any():
             raise InputError(f"{name} holds the number {int(tensor.min())}, but a state has no negative numbers")
+        elif last.startswith("tokens") and (tensor > owner.vocab_size).any():
+            raise InputError(f"{name} holds the number {int(tensor.max())}, but ids + 1 are at most {owner.vocab_size}")
         elif last.startswith("num_read") and (tensor > most_tokens).any():
             raise InputError(f"{name} is {int(tensor.max())}, but this model reads at most {most_tokens} tokens")
         elif last.startswith("num_read") and not np.array_equal(tensor, counts_B):

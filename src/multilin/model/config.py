@@ -192,9 +192,10 @@ class MultilinConfig(PretrainedConfig):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Architecture, width and options of each layer; models with the same kinds can exchange states."""
+        """Architecture, width, options and longest match of each layer; models of equal kinds can exchange states."""
+        match = f", match {json.dumps(self.match)}" if self.match else ""
         return tuple(
-            f"{entry['architecture']} of width {self.hidden_size}, {json.dumps(entry, sort_keys=True)}"
+            f"{entry['architecture']} of width {self.hidden_size}, {json.dumps(entry, sort_keys=True)}{match}"
             for entry in self.layers
         )
 

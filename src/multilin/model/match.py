@@ -26,6 +26,12 @@ class Matches(NamedTuple):
     length_BT: Tensor
 
 
+def find_matches(model: nn.Module, ids_BT: Tensor) -> Matches | None:
+    """The matches of whole texts, given as ids (B, T); None for a model without the longest match."""
+    embedding = next((module for module in model.modules() if isinstance(module, MatchEmbedding)), None)
+    return None if embedding is None else embedding.look_up(ids_BT, None, Layout(ids_BT, needs_state=False))[0]
+
+
 class MatchEmbedding(ParameterHolder):
     """g[l] E[p] + N[l] for a match of length l that predicts token p, with the token embedding E; N[0] without a match.
 

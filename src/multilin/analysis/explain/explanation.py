@@ -5,7 +5,7 @@ Each token is removed in turn, and the model reads the text again.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,7 @@ class Explanation:
     guesses: list[list[tuple[int, float]]]
     steps: list[Step]
     removal: Removal | None
-    matches: list[tuple[int, int]]
+    matches: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def last_weights_S(self) -> NDArray[np.float64] | None:

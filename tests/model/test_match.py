@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,9 +10,11 @@ from transformers import AutoModelForCausalLM
 from multilin import InputError, MultilinConfig, MultilinForCausalLM
 from multilin.analysis.costs import describe_model
 from multilin.analysis.explain.explanation import explain
+from multilin.inference.matching import from_window, read_tokens, to_window
 from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
 from multilin.model.factory import BASELINES, create_model
 from multilin.model.match import find_matches
+from multilin.ops.longest_match import longest_match
 
 MATCH = {"window": 30, "longest": 4}
 SIZES = {"hidden_size": 16, "num_layers": 2, "vocab_size": 9, "n_positions": 128, "match": MATCH}
@@ -37,10 +40,8 @@ def test_it_adds_the_predicted_token_and_the_length(name: str) -> None:
     added = embedding(matches, model.get_input_embeddings())
     for row, time in ((0, 0), (1, 39), (0, 25)):
         predicted, length = (int(numbers[row, time]) for numbers in matches)
-        expected = embedding.length.weight[length]
-        if length:
-            expected = expected + embedding.gate[length - 1] * model.get_input_embeddings().weight[predicted]
-        torch.testing.assert_close(added[row, time], expected)
+        repeated = embedding.gate[length] * model.get_input_embeddings().weight[predicted]
+        torch.testing.assert_close(added[row, time], repeated + embedding.length.weight[length])
     assert matches.length_BT[:, 0].tolist() == [0, 0]
     with torch.no_grad():
         logits = model(ids).logits
@@ -142,3 +143,17 @@ def test_info_and_explain_show_it(name: str) -> None:
     assert describe_model(model).match == {**MATCH, "state_bytes": 120}
     explanation = explain(model, [1, 2, 3, 1, 2], remove=False)
     assert explanation.matches == [(0, 0), (0, 0), (0, 0), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("window", [7, 300])
+def test_the_search_in_strings_is_the_op(window: int) -> None:
+    ids = draw(1, 200, seed=3)
+    text, found = "", [[], []]
+    for piece in ids[0].split([1, 60, 1, 100, 38]):
+        text, *new = read_tokens(text, piece.tolist(), window, 6)
+        found = [all_so_far + numbers for all_so_far, numbers in zip(found, new, strict=True)]
+    predicted, length, state = longest_match(ids, window=window, longest=6)
+    assert found == [predicted[0].tolist(), length[0].tolist()]
+    tokens = to_window([text, ""], window)
+    assert np.array_equal(tokens[:1], state.tokens_BS.numpy())
+    assert from_window(tokens) == [text, ""]

@@ -1,45 +1,48 @@
-"""The longest match beside an exported graph, in NumPy: see `multilin.ops.longest_match`."""
+"""The longest match beside an exported graph: see `multilin.ops.longest_match`. The text of a row is a string.
+
+Token t is the character chr(t + 1), so that Python's own search finds a suffix among thousands of tokens in
+microseconds.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
 
-
-def longest_matches(
-    ring: Tokens, num_read: NDArray[np.int64], tokens: Tokens, counts: NDArray[np.int64], window: int, longest: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Search each row.
+def read_tokens(text: str, ids: Sequence[int], window: int, longest: int) -> tuple[str, list[int], list[int]]:
+    """Add tokens to the text of a row.
 
     Args:
-        ring: (rows, slots) earlier tokens as ids + 1, token number n in slot n mod slots; 0 is no token.
-        num_read: (rows,) number of earlier tokens.
-        tokens: (rows, T) new tokens, as ids + 1.
-        counts: (rows,) number of new tokens of each row; those behind have no match.
+        text: the last `window` tokens, or all if there are fewer.
+        ids: the new tokens.
         window, longest: see `multilin.ops.longest_match`.
 
     Returns:
-        The predicted ids and the lengths of the matches, (rows, T) each.
+        The text with the new tokens; and for each the predicted id and the length of the match, 0 and 0 without one.
     """
-    predicted, length = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, np.int64)
-    num_slots = ring.shape[1]
-    for row, (read, count) in enumerate(zip(num_read.tolist(), counts.tolist(), strict=True)):
-        first = read % num_slots  # the slot of the oldest token
-        text = np.concatenate([ring[row, first:], ring[row, :first], tokens[row, :count]])
-        for time in range(count):
-            now = num_slots + time
-            predicted[row, time], length[row, time] = _look_up(text, now, max(now - window, 0), longest)
-    return predicted, length
+    predicted, lengths = [], []
+    for token in ids:
+        text = text[-window:] + chr(token + 1)
+        last, length, end = len(text) - 1, 0, len(text) - 1
+        while length < longest:
+            place = text.rfind(text[last - length :], 0, end)
+            if place < 0:
+                break
+            length, end = length + 1, place + length + 1  # a longer suffix does not occur behind its own end
+        lengths.append(length)
+        predicted.append(ord(text[end]) - 1 if length else 0)
+    return text[-window:], predicted, lengths
 
 
-def _look_up(text: Tokens, now: int, lowest: int, longest: int) -> tuple[int, int]:
-    """The predicted id and the length of the longest match of the suffix that ends at place `now`."""
-    places, length = (text[lowest:now] == text[now]).nonzero()[0] + lowest, 0
-    found = -1
-    while len(places):
-        found, length = int(places[-1]), length + 1
-        if length == longest or text[now - length] == 0:
-            break
-        places = places[places >= lowest + length]
-        places = places[text[places - length] == text[now - length]]
-    return (int(text[found + 1]) - 1, length) if length else (0, 0)
+def to_window(texts: Sequence[str], window: int) -> NDArray[np.int32]:
+    """The texts as PyTorch's state has them: (rows, window) ids + 1, with zeros in front."""
+    tokens = np.zeros((len(texts), window), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[window - len(text) :] = [ord(character) for character in text]
+    return tokens
+
+
+def from_window(tokens: NDArray[np.int32]) -> list[str]:
+    """The texts of the result of `to_window`."""
+    return ["".join(map(chr, row[row > 0].tolist())) for row in tokens]

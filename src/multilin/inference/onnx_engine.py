@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError, as_input_error
 from multilin.inference.manifest import MATCH_INPUTS, MATCH_TOKENS, Manifest, graph_tensors, read_manifest
-from multilin.inference.matching import longest_matches
+from multilin.inference.matching import from_window, read_tokens, to_window
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.inference.text import TextCodec
 from multilin.ops.threads import available_cores, free_cores
@@ -32,15 +32,17 @@ _HASH_FACTOR, _HASH_MASK = np.uint64(6364136223846793005), np.uint64(2**63 - 1)
 class OnnxState:
     """The state of some rows.
 
-    about: descriptions of the tensors that the graphs take, and of the last tokens for the longest match.
+    about: descriptions of the tensors that the graphs take.
     embedding: state of the embedding, (rows,) int64 by name: `num_read_B`, `hash_B` and `document_B`.
     tensors: inputs of the graphs by name: summaries, and rings, which hold token number n in slot n mod slots.
+    texts: the last tokens of each row, see `multilin.inference.matching`; used by models with the longest match.
     room: rings with spare rows; the rings in `tensors` are their first rows.
     """
 
     about: Sequence[StateTensor]
     embedding: dict[str, NDArray[np.int64]]
     tensors: dict[str, NDArray[Any]]
+    texts: list[str]
     room: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
@@ -58,7 +60,7 @@ class OnnxState:
                 shape[0] = min(FEWEST_SLOTS, shape[0])
             tensor = np.full((num_rows, *shape), one.empty, one.dtype)
             tensors[one.name] = np.ascontiguousarray(_slots_first(tensor, one))
-        return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors)
+        return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors, [""] * num_rows)
 
     @classmethod
     def from_contents(cls, about: Sequence[StateTensor], given: Mapping[str, NDArray[Any]]) -> "OnnxState":
@@ -70,14 +72,18 @@ class OnnxState:
             if one.is_ring:
                 tensor = _slots_first(_as_ring(tensor, one, embedding["num_read_B"]), one)
             tensors[one.name] = np.array(tensor, one.dtype, order="C")
-        return cls(about, embedding, tensors)
+        num_rows = len(embedding["num_read_B"])
+        texts = from_window(given[MATCH_TOKENS]) if MATCH_TOKENS in given else [""] * num_rows
+        return cls(about, embedding, tensors, texts)
 
     def contents(self, wanted: Sequence[StateTensor]) -> dict[str, NDArray[Any]]:
         """The tensors of a state file."""
         given = {f"embedding.{name}": numbers for name, numbers in self.embedding.items()}
         tensors: dict[str, NDArray[Any]] = {}
         for one in wanted:
-            if one.is_ring:
+            if one.name == MATCH_TOKENS:
+                tensors[one.name] = to_window(self.texts, one.shape[0])
+            elif one.is_ring:
                 tensors[one.name] = self._in_order(one)
             elif one.name in given or one.kind == "count":
                 tensors[one.name] = given.get(one.name, self.num_read).copy()
@@ -127,7 +133,8 @@ class OnnxState:
         """A copy of these rows in this order."""
         index = np.array(rows, np.int64)
         tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return OnnxState(self.about, {name: numbers[index] for name, numbers in self.embedding.items()}, tensors)
+        embedding = {name: numbers[index] for name, numbers in self.embedding.items()}
+        return OnnxState(self.about, embedding, tensors, [self.texts[row] for row in rows])
 
     def join(self, other: "OnnxState") -> None:
         """Append the rows of another state; if a ring has spare rows, only the new rows are copied."""
@@ -148,6 +155,7 @@ class OnnxState:
             room[before:after] = added
             self.tensors[one.name] = room[:after]
         self.embedding = {name: np.concatenate([self.embedding[name], other.embedding[name]]) for name in EMBEDDING}
+        self.texts = self.texts + other.texts
 
     def leave(self, row: int) -> "OnnxState":
         """Remove a row and return it as a separate state; the last row takes its place."""
@@ -157,6 +165,8 @@ class OnnxState:
                 kept = tensor if tensor.flags.writeable else tensor.copy()
                 kept[row] = kept[last]
                 tensors[name] = kept[:last]
+        self.texts[row] = self.texts[last]
+        self.texts.pop()
         for state in (self, left):
             state._shrink()
         return left
@@ -202,7 +212,6 @@ class OnnxEngine:
         self.manifest: Manifest = read_manifest(self.folder)
         self.vocab_size, self.longest_text = self.manifest.vocab_size, self.manifest.n_positions
         self._inputs = graph_tensors(self.manifest.state)
-        self._about = [*self._inputs, *(about for about in self.manifest.state if about.name == MATCH_TOKENS)]
         self._sessions: dict[tuple[str, int | None], onnxruntime.InferenceSession] = {}
         self._graph("step.onnx")
 
@@ -249,7 +258,7 @@ class OnnxEngine:
 
     def new_state(self, num_rows: int = 1) -> OnnxState:
         """A state of `num_rows` rows that have read nothing."""
-        return OnnxState.empty(self._about, num_rows)
+        return OnnxState.empty(self._inputs, num_rows)
 
     def read(self, state: OnnxState, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Read the next tokens of each row; return the logits after each row's last token, (rows, V).
@@ -286,21 +295,30 @@ class OnnxEngine:
         """Run a graph, and write the tensors that it returns into the state."""
         counts = np.ones(len(ids), np.int64) if num_new is None else num_new
         state.grow(int((state.num_read + counts).max()))
-        feed = {about.name: state.tensors[about.name] for about in self._inputs}
-        feed |= {"input_ids": ids, "num_read": state.num_read}
+        feed = {"input_ids": ids, "num_read": state.num_read, **state.tensors}
         if num_new is not None:
             feed["num_new"] = num_new
-        tokens = []
+        texts = state.texts
         if self.manifest.match is not None:
-            tokens = [(ids + 1).astype(np.int32)]
-            found = longest_matches(
-                state.tensors[MATCH_TOKENS], state.num_read, tokens[0], counts, **self.manifest.match
-            )
-            feed |= zip(MATCH_INPUTS, found, strict=True)
+            texts = self._look_up(texts, ids, counts, feed)
         logits, *new = self._graph(graph).run(None, feed)
-        state.add(ids, counts, [*new, *tokens])
+        state.add(ids, counts, new)
+        state.texts = texts
         result: NDArray[np.float32] = logits
         return result
+
+    def _look_up(
+        self, texts: list[str], ids: NDArray[np.int64], counts: NDArray[np.int64], feed: dict[str, NDArray[Any]]
+    ) -> list[str]:
+        """Add the longest matches of the first `counts` tokens of each row to `feed`; return the texts after them."""
+        assert self.manifest.match is not None
+        after, (predicted, length) = list[str](), np.zeros((2, *ids.shape), np.int64)
+        for row, (text, count) in enumerate(zip(texts, counts.tolist(), strict=True)):
+            text, *found = read_tokens(text, ids[row, :count].tolist(), **self.manifest.match)
+            predicted[row, :count], length[row, :count] = found
+            after.append(text)
+        feed |= zip(MATCH_INPUTS, (predicted, length), strict=True)
+        return after
 
     def num_read(self, state: OnnxState) -> list[int]:
         """Tokens read by each row."""
@@ -313,7 +331,7 @@ class OnnxEngine:
 
     def restore(self, contents: StateContents) -> OnnxState:
         """The state from the result of `save`."""
-        return OnnxState.from_contents(self._about, contents.tensors)
+        return OnnxState.from_contents(self._inputs, contents.tensors)
 
 
 def _slot_axis(about: StateTensor) -> int:

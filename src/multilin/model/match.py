@@ -33,7 +33,9 @@ def find_matches(model: nn.Module, ids_BT: Tensor) -> Matches | None:
 
 
 class MatchEmbedding(ParameterHolder):
-    """g[l] E[p] + N[l] for a match of length l that predicts token p, with the token embedding E; N[0] without a match.
+    """g[l] E[p] + N[l] for a match of length l that predicts token p, with the token embedding E.
+
+    Without a match, l and p are 0, and g[0] begins at 0.
 
     Args:
         hidden_size: D.
@@ -43,12 +45,13 @@ class MatchEmbedding(ParameterHolder):
     def __init__(self, hidden_size: int, match: Match) -> None:
         super().__init__()
         self.match = match
-        self.gate = nn.Parameter(torch.empty(match.longest))  # g[1], g[2], ...
+        self.gate = nn.Parameter(torch.empty(match.longest + 1))  # g
         self.length = nn.Embedding(match.longest + 1, hidden_size)  # N
 
     def initialize(self, std: float) -> None:
-        """Set all gates to 1; the embedding of lengths is drawn as every embedding."""
+        """Set all gates but the first to 1; the embedding of lengths is drawn as every embedding."""
         nn.init.ones_(self.gate)
+        nn.init.zeros_(self.gate[:1])
 
     def look_up(self, tokens: Tensor, state: MatchState | Any, layout: Layout) -> tuple[Matches, MatchState | None]:
         """The matches of ids (B, T), and the state after them. Embeddings (B, T, D) have no ids, so they match none."""
@@ -61,6 +64,5 @@ class MatchEmbedding(ParameterHolder):
 
     def forward(self, matches: Matches, embed_tokens: nn.Module) -> Tensor:
         """What is added to the embedding of each token, (B, T, D)."""
-        predicted_BTD, length_BT = embed_tokens(matches.predicted_BT), matches.length_BT
-        gate_BT = torch.where(length_BT > 0, self.gate[(length_BT - 1).clamp(min=0)], 0.0)
-        return predicted_BTD * gate_BT.to(predicted_BTD.dtype)[..., None] + self.length(length_BT)
+        predicted_BT, length_BT = matches
+        return embed_tokens(predicted_BT) * self.gate[length_BT][..., None] + self.length(length_BT)

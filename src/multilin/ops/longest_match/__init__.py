@@ -56,7 +56,7 @@ def longest_match(
     so the occurrence lies in the `window` tokens before t. The most recent such j gives the prediction ids[j + 1].
 
     Args:
-        ids: (B, T) int64 token ids; a negative id equals no other token.
+        ids: (B, T) int64 token ids; -1 equals no other token.
         window: number of earlier tokens to search, at least 1.
         longest: length of the longest suffix to look up, at least 1.
         starts: (B, T) True where a text begins inside a row; nothing before it is found after it.
@@ -78,7 +78,7 @@ def longest_match(
     if window < 1 or longest < 1:
         raise InputError(f"match: window {window} and longest {longest} given, but both must be at least 1")
     check_shapes(("starts", starts, ids.shape), ("padding", padding, ids.shape))
-    tokens_BT = (ids + 1).clamp(min=0).int()
+    tokens_BT = (ids + 1).int()
     order_BT = None
     if padding is not None:  # tokens first, padding behind them
         order_BT = padding.int().argsort(dim=1, stable=True)

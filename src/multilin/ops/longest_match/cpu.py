@@ -22,7 +22,7 @@ def longest_match(
     """See `reference.longest_match`."""
     predicted_BT, length_BT = _empty(tokens_BT)
     num_rows, num_time = tokens_BT.shape
-    begins_BT = first_B.new_zeros(num_rows, 0) if begins_BT is None else begins_BT
+    begins_BT = first_B[:, None][:, :0] if begins_BT is None else begins_BT
     _launch.launch_parts(
         _kernels.compare if num_time <= _COMPARED else _kernels.look_up,
         predicted_BT.numel(), tokens_BT.contiguous(), history_BS.contiguous(), first_B.contiguous(),

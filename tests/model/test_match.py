@@ -118,7 +118,7 @@ def test_state_files_hold_the_last_tokens(tmp_path: Path) -> None:
 def test_a_state_of_a_model_without_it_is_refused() -> None:
     ids = draw(1, 5)
     state = make("mingru", match=None)(ids).past_key_values
-    with pytest.raises(InputError, match="the state of another model"):
+    with pytest.raises(InputError, match="the state belongs to another model"):
         make("mingru")(ids, past_key_values=state)
 
 

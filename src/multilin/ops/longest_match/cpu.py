@@ -21,7 +21,7 @@ def longest_match(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.longest_match`."""
     predicted_BT, length_BT = _empty(tokens_BT)
-    num_rows, num_time = tokens_BT.shape
+    num_time = tokens_BT.shape[1]
     begins_BT = first_B[:, None][:, :0] if begins_BT is None else begins_BT
     _launch.launch_parts(
         _kernels.compare if num_time <= _COMPARED else _kernels.look_up,

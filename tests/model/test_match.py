@@ -32,15 +32,17 @@ def draw(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["tscale", *BASELINES])
-def test_it_adds_the_predicted_token_and_the_length(name: str) -> None:
-    model, ids = make(name), draw(2, 40)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["elita", *BASELINES])
+def test_it_adds_the_predicted_token_and_the_length(name: str, tied: bool) -> None:
+    model, ids = make(name, tie_word_embeddings=tied), draw(2, 40)
     embedding = next(module for module in model.modules() if hasattr(module, "gate") and hasattr(module, "look_up"))
     matches = find_matches(model, ids)
     added = embedding(matches, model.get_input_embeddings())
     for row, time in ((0, 0), (1, 39), (0, 25)):
         predicted, length = (int(numbers[row, time]) for numbers in matches)
-        repeated = embedding.gate[length] * model.get_input_embeddings().weight[predicted]
+        table = model.get_input_embeddings() if tied else embedding.predicted
+        repeated = embedding.gate[length] * table.weight[predicted]
         torch.testing.assert_close(added[row, time], repeated + embedding.length.weight[length])
     assert matches.length_BT[:, 0].tolist() == [0, 0]
     with torch.no_grad():
@@ -95,6 +97,15 @@ def test_it_is_saved_with_the_model(name: str, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config.match == MATCH
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["elita", *BASELINES])
+def test_more_tokens_can_be_added(name: str) -> None:
+    model, ids = make(name, tie_word_embeddings=False), draw(1, 30)
+    before = model(ids).logits
+    model.resize_token_embeddings(12)
+    torch.testing.assert_close(model(ids).logits[..., :9], before)
+    assert model(torch.full((1, 8), 11)).logits.shape == (1, 8, 12)
 
 
 def test_embeddings_have_no_matches() -> None:

@@ -56,7 +56,10 @@ class _Biased(FixedBias, PreTrainedModel):
         if config.output_bias == "unigram":
             self.lm_head = FixedBiasLinear(config.hidden_size, config.vocab_size)
         if config.match is not None:
-            self.match = MatchEmbedding(config.hidden_size, load_settings(Match, config.match, "match"))
+            search = load_settings(Match, config.match, "match")
+            self.match = MatchEmbedding(
+                config.hidden_size, search, None if config.tie_word_embeddings else config.vocab_size
+            )
             self.base_model.register_forward_pre_hook(self._embed, with_kwargs=True)
         if config.output_bias == "unigram" or config.match is not None:
             self.post_init()
@@ -66,6 +69,12 @@ class _Biased(FixedBias, PreTrainedModel):
             module.initialize(self.config.initializer_range)
         else:
             super()._init_weights(module)
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the token embedding."""
+        super().set_input_embeddings(value)
+        if self.config.match is not None:
+            self.match.resize(value.num_embeddings)
 
     def _embed(self, body: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the body is called: replace token ids by their embeddings with the longest match."""

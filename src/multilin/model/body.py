@@ -249,6 +249,8 @@ class MultilinModel(MultilinPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
         self.embedding.embed_tokens = value
+        if self.embedding.match is not None:
+            self.embedding.match.resize(value.num_embeddings)
 
 
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:

@@ -45,7 +45,10 @@ class TokenEmbedding(nn.Module):
             self.positions = nn.Embedding(int(config.n_positions or 0), config.hidden_size)
         self.match = None
         if config.match is not None:
-            self.match = MatchEmbedding(config.hidden_size, load_settings(Match, config.match, "match"))
+            search = load_settings(Match, config.match, "match")
+            self.match = MatchEmbedding(
+                config.hidden_size, search, None if config.tie_word_embeddings else config.vocab_size
+            )
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, tokens: Tensor, layout: Layout, matches: Matches | None = None) -> Tensor:

@@ -33,18 +33,21 @@ def find_matches(model: nn.Module, ids_BT: Tensor) -> Matches | None:
 
 
 class MatchEmbedding(ParameterHolder):
-    """g[l] E[p] + N[l] for a match of length l that predicts token p, with the token embedding E.
+    """g[l] M[p] + N[l] for a match of length l that predicts token p.
 
-    Without a match, l and p are 0, and g[0] begins at 0.
+    If the output shares the token embedding, M is this embedding too; otherwise M is an embedding of its own. Without a
+    match, l and p are 0, and g[0] begins at 0.
 
     Args:
         hidden_size: D.
         match: the search.
+        vocab_size: V, for an embedding M of its own; None shares the token embedding.
     """
 
-    def __init__(self, hidden_size: int, match: Match) -> None:
+    def __init__(self, hidden_size: int, match: Match, vocab_size: int | None = None) -> None:
         super().__init__()
         self.match = match
+        self.predicted = None if vocab_size is None else nn.Embedding(vocab_size, hidden_size)  # M
         self.gate = nn.Parameter(torch.empty(match.longest + 1))  # g
         self.length = nn.Embedding(match.longest + 1, hidden_size)  # N
 
@@ -65,4 +68,12 @@ class MatchEmbedding(ParameterHolder):
     def forward(self, matches: Matches, embed_tokens: nn.Module) -> Tensor:
         """What is added to the embedding of each token, (B, T, D)."""
         predicted_BT, length_BT = matches
-        return embed_tokens(predicted_BT) * self.gate[length_BT][..., None] + self.length(length_BT)
+        embed = embed_tokens if self.predicted is None else self.predicted
+        return embed(predicted_BT) * self.gate[length_BT][..., None] + self.length(length_BT)
+
+    def resize(self, vocab_size: int) -> None:
+        """Let M have as many rows as the token embedding; new rows begin at 0."""
+        if self.predicted is not None and self.predicted.num_embeddings != vocab_size:
+            old = self.predicted.weight.data
+            self.predicted = nn.Embedding(vocab_size, old.shape[1], dtype=old.dtype, device=old.device)
+            self.predicted.weight.data.zero_()[: len(old)] = old[:vocab_size]

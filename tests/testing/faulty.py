@@ -50,7 +50,7 @@ class Pointwise(nn.Module):
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None].to(x)
 
 
-@named_by("causal", "reads 1 ahead .* outputs 34 to 34.*shift or mask that is wrong by 1")
+@named_by("causal", "reads 1 ahead, as do 1 of 35 .*that is wrong by 1")
 class LooksAhead(Pointwise):
     def forward(self, x):
         return super().forward(x) + pad(x[:, 1:], (0, 0, 0, 1))
@@ -146,7 +146,7 @@ class ChunkSum(Pointwise):
 class GradientLooksAhead(Pointwise):
     def forward(self, x):
         later = pad(x[:, 1:], (0, 0, 0, 1))
-        return super().forward(x) + later - later.detach()
+        return super().forward(x) + (later - later.detach())
 
 
 @named_by("rows", "a mean or norm over the batch")
@@ -277,7 +277,7 @@ class RelativePositions(Pointwise):
         return super().forward(x + torch.linspace(0, 1, x.shape[1])[:, None].to(x))
 
 
-@named_by("pieces", "misses|does not use")
+@named_by("state", "kept in torch.bfloat16", "warning")
 class RoundedState(Ema):
     """Kept in bf16."""
 
@@ -351,17 +351,28 @@ class ReadsAgainAtEachToken(Pointwise):
         return torch.stack([x[:, : end + 1].mean(1) for end in range(x.shape[1])], 1)
 
 
+@named_by("cost", "linear, but backward quadratic", "says")
+class IndexedLoop(Pointwise):
+    def mean(self, x: Tensor) -> Tensor:
+        total, means = torch.zeros_like(x[:, 0]), []
+        for time in range(x.shape[1]):
+            total = total + x[:, time]
+            means.append(total / (time + 1))
+        return torch.stack(means, 1)
+
+
 @named_by("finite", "outputs for 1 token.*deviation")
 class DeviationOfOneToken(Pointwise):
     def mean(self, x: Tensor) -> Tensor:
-        return torch.stack([x[:, : end + 1].std(1) for end in range(x.shape[1])], 1) if x.shape[1] > 1 else x.std(1, True)
+        return (
+            torch.stack([x[:, : end + 1].std(1) for end in range(x.shape[1])], 1) if x.shape[1] > 1 else x.std(1, True)
+        )
 
 
 @named_by("finite", "equal tokens")
 class NormOfDifferences(Pointwise):
     def mean(self, x: Tensor) -> Tensor:
-        spread = (x - x[:, :1]).square().cumsum(1)
-        return torch.where(torch.arange(x.shape[1])[:, None] > 0, x / spread.sqrt(), x)
+        return x / (x - pad(x[:, :-1], (0, 0, 1, 0))).norm(dim=-1, keepdim=True)
 
 
 @named_by("finite", "ordinary tokens in bf16")
@@ -379,10 +390,10 @@ class ExponentialWithoutMaximum(Pointwise):
         return (x.exp() * x).cumsum(1) / x.exp().cumsum(1)
 
 
-@named_by("finite", "Training in bf16 will fail", "warning")
+@named_by("finite", "training in bf16 will fail", "warning")
 class FailsInBf16(Pointwise):
     def forward(self, x):
-        return torch.baddbmm(x, x @ x.new_ones(x.shape[-1], x.shape[-1]), self.value.weight.expand(len(x), -1, -1))
+        return torch.lerp(x, super().forward(x), 0.5)
 
 
 @named_by("gradients", "No gradient reaches unused", "warning")

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, elu, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import elu, pad, scaled_dot_product_attention, silu
 
 from tests.testing.faulty import Convolution, Ema
 
@@ -43,7 +43,9 @@ class Attention(nn.Module):
         parts = self.read(x + self.positions(positions)).chunk(3, -1)
         heads = [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
         rate = self.dropout if self.training else 0.0
-        return self.write(scaled_dot_product_attention(*heads, dropout_p=rate, is_causal=True).transpose(1, 2).flatten(2))
+        return self.write(
+            scaled_dot_product_attention(*heads, dropout_p=rate, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class CachedAttention(nn.Module):
@@ -163,12 +165,13 @@ class DeltaRule(nn.Module):
         queries, keys, values, rate = self.read(x).split([x.shape[-1]] * 3 + [1], -1)
         keys, rate, outputs = nn.functional.normalize(keys, dim=-1), rate.sigmoid(), []
         matrix = keys.new_zeros(len(x), x.shape[-1], x.shape[-1]) if state is None else state
-        for time in range(x.shape[1]):
-            if starts is not None:
-                matrix = torch.where(starts[:, time, None, None], 0.0, matrix)
-            key, error = keys[:, time], values[:, time] - (matrix @ keys[:, time, :, None])[..., 0]
-            matrix = matrix + rate[:, time, None] * error[..., None] * key[:, None]
-            outputs.append((matrix @ queries[:, time, :, None])[..., 0])
+        begins = [None] * x.shape[1] if starts is None else starts.unbind(1)
+        for begin, query, key, value, size in zip(begins, *(part.unbind(1) for part in (queries, keys, values, rate))):
+            if begin is not None:
+                matrix = torch.where(begin[:, None, None], 0.0, matrix)
+            error = value - (matrix @ key[..., None])[..., 0]
+            matrix = matrix + size[..., None] * error[..., None] * key[:, None]
+            outputs.append((matrix @ query[..., None])[..., 0])
         return torch.stack(outputs, 1), matrix
 
 
@@ -223,4 +226,4 @@ RIGHT = (
     Attention, CachedAttention, Convolution, ConvolutionAndGate, DeltaRule, Ema, GatedEma, Gru, LinearAttention,
     LongConvolution, Lstm, RunningMean, S4d, ShiftedMixer, StatelessConvolution, WindowedAttention,
 )  # fmt: skip
-_ = conv1d
+MAY_WARN = {RunningMean: "learns"}  # which token came before cannot be told from a mean

@@ -12,9 +12,9 @@ from multilin.testing.laws import (
     state_size,
     training_is_evaluation,
 )
-from multilin.testing.subject import LayerSubject, ModelSubject, Subject
+from multilin.testing.subject import ModelSubject, Subject
 
 __all__ = [
-    "ROWS", "Finding", "LayerSubject", "ModelSubject", "Report", "Subject", "causal", "check_layer", "deterministic",
+    "ROWS", "Finding", "ModelSubject", "Report", "Subject", "causal", "check_layer", "deterministic",
     "finite", "gradients", "pieces_are_whole", "rows_independent", "state_size", "training_is_evaluation",
 ]  # fmt: skip

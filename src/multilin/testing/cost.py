@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,96 +15,94 @@ from torch.utils.flop_counter import flop_registry
 
 from multilin.errors import duration
 from multilin.testing.laws import Finding
-from multilin.testing.subject import LayerSubject, Subject
+from multilin.testing.subject import Subject
 
-LENGTHS = (128, 256, 512, 1024)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 QUADRATIC_SHARE = 0.2  # of the work at the longest text
 
 
-def cost(subject: LayerSubject, longest: int = 4096, seconds: float = 6.0) -> Finding:
-    """Whether a step is linear in the text's length, with time and memory beside attention of the same width.
+def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding:
+    """Whether the work grows linearly or quadratically with the text, with times beside attention of the same width.
 
-    The word follows from counted work (operations and numbers written); if two doublings take more than three times as
-    long each, it is quadratic too, for kernels whose work cannot be counted.
+    The word follows from counted work: operations of products, and numbers written. Where three lengths in a row take
+    more than three times as long each, it is quadratic too, for kernels whose work cannot be counted.
 
     Args:
         subject: layers in float32.
         longest: tokens before the last generated token that is timed.
-        seconds: after about this time, longer texts are left out.
+        seconds: about the time after which longer texts are left out; three are always taken.
     """
+    attention, end = Subject(_Attention(subject.width), width=subject.width), time.perf_counter() + seconds
+    steps, others, forward, backward = list[float](), list[float](), list[float](), list[_Meter]()
     lengths = [length for length in LENGTHS if subject.longest is None or length <= subject.longest]
-    attention = LayerSubject(_Attention(subject.width), width=subject.width)
-    begin, times, meters, other = time.perf_counter(), list[float](), list[_Meter](), list[float]()
     for length in lengths:
-        if len(times) > 1 and time.perf_counter() - begin + 12 * times[-1] > seconds:
+        if len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end:
             break
-        times.append(_step_time(subject, length))
-        other.append(_step_time(attention, length))
+        x = subject.draw(1, length)
+        with _Meter() as meter, torch.no_grad():
+            subject.read(x)
+        forward.append(meter.work)
         with _Meter() as meter:
-            _step(subject, subject.draw(1, length))
-        meters.append(meter)
-    shortest, length = lengths[0], lengths[len(times) - 1]
-    numbers = {
-        "time": _exponent(times), "memory": _exponent([meter.peak for meter in meters]), "attention": _exponent(other)
-    }  # fmt: skip
-    doublings = [math.log2(after / before) for before, after in zip(times[-3:], times[-2:], strict=False)]
-    share = _quadratic_share([meter.work for meter in meters])
-    numbers["quadratic share"] = share
-    word = "quadratic" if share > QUADRATIC_SHARE or min([*doublings, numbers["time"]]) > 1.6 else "linear"
-    spans = [64, longest if subject.longest is None else length // 2]
-    tokens = [_token_time(subject, span) for span in spans]
+            _step(subject, x)
+        backward.append(meter)
+        for times, each in ((steps, subject), (others, attention)):
+            times.append(_median(lambda each=each, x=x: _step(each, x)))  # type: ignore[misc]
+    last = lengths[len(steps) - 1]
+    share, total = _quadratic_share(forward), _quadratic_share([meter.work for meter in backward])
+    powers = {"time": _power(steps), "memory": _power([m.peak for m in backward]), "attention": _power(others)}
+    doublings = [math.log2(after / before) for before, after in zip(steps[-3:], steps[-2:], strict=False)]
+    is_slow = min(doublings) > 1.6
+    word = "quadratic" if share > QUADRATIC_SHARE or is_slow else "linear"
+    if word == "linear" and total > QUADRATIC_SHARE:
+        word = "linear, but backward quadratic (a loop over x[:, t] writes whole gradients; use x.unbind(1)),"
+    spans = (64, longest if subject.longest is None else last // 2)
+    tokens = [duration(_token_time(subject, span)) for span in spans]
     return Finding("cost", "says", (
-        f"The work is {word} in the text's length: a step takes {duration(times[0])} at {shortest} tokens and "
-        f"{duration(times[-1])} at {length:,}, as T^{numbers['time']:.1f}; memory grows as T^{numbers['memory']:.1f}. "
-        f"Attention of this width: {duration(other[-1])}, T^{numbers['attention']:.1f}. A generated token takes "
-        f"{duration(tokens[0])} after {spans[0]} tokens, {duration(tokens[1])} after {spans[1]:,}."
-    ), numbers)  # fmt: skip
+        f"The work is {word} in the text's length: a step takes {duration(steps[0])} at {lengths[0]} tokens and "
+        f"{duration(steps[-1])} at {last:,} (T^{powers['time']:.1f}; attention {duration(others[-1])}, "
+        f"T^{powers['attention']:.1f}), and memory grows as T^{powers['memory']:.1f}. A generated token takes "
+        f"{tokens[0]} after {spans[0]} tokens, {tokens[1]} after {spans[1]:,}."
+    ), powers | {"quadratic share": share})  # fmt: skip
 
 
 def _step(subject: Subject, x: Tensor) -> None:
-    output = subject.read(x.requires_grad_())[0]
-    if output.requires_grad:
-        output.sum().backward()
+    loss = subject.read(x.requires_grad_())[0].sum()
+    if loss.requires_grad:
+        loss.backward()
+    x.grad = None
     subject.module.zero_grad()
 
 
-def _step_time(subject: Subject, length: int) -> float:
-    """The median time of up to five steps; long steps are taken less often."""
-    x, times = subject.draw(1, length), list[float]()
-    _step(subject, x)
-    while len(times) < 5 and sum(times) < 0.5:
+def _median(task: Callable[[], Any]) -> float:
+    """The median time of up to seven calls after a first one; of long tasks there are fewer."""
+    times = list[float]()
+    while len(times) < 8 and (len(times) < 2 or sum(times) < 0.5):
         begin = time.perf_counter()
-        _step(subject, x)
+        task()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
 @torch.no_grad()
 def _token_time(subject: Subject, length: int) -> float:
-    state, times, x = subject.read(subject.draw(1, length))[1], list[float](), subject.draw(1, 1)
-    while len(times) < 7 and sum(times) < 0.5:
-        begin = time.perf_counter()
-        subject.read(x, state)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    state, x = subject.read(subject.draw(1, length))[1], subject.draw(1, 1)
+    return _median(lambda: subject.read(x, state))
 
 
-def _exponent(sizes: list[float]) -> float:
+def _power(sizes: list[float]) -> float:
     """The exponent of growth over the last two doublings."""
     last = sizes[-3:]
-    return math.log2(last[-1] / last[0]) / max(len(last) - 1, 1)
+    return math.log2(last[-1] / last[0]) / (len(last) - 1)
 
 
 def _quadratic_share(works: list[float]) -> float:
-    """The share of c in a + b T + c T^2 through the last three texts, whose lengths double."""
-    if len(works) < 3:
-        return 0.0
+    """The share of c T^2 in a + b T + c T^2 through the works at the last three lengths, T / 4, T / 2 and T."""
     first, middle, last = works[-3:]
-    return (last - 3 * middle + 2 * first) / 3 * 8 / last  # c T^2 is a third of it at the middle's half
+    return (last - 3 * middle + 2 * first) * 8 / 3 / last
 
 
 class _Meter(TorchDispatchMode):
-    """Counts work (operations of products, and numbers written), and the most bytes alive at once."""
+    """Counts work, and the most bytes alive at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ class UnmaskedAttention(Pointwise):
         return super().forward(nn.functional.scaled_dot_product_attention(x, x, x))
 
 
-@named_by("causal", "to the size 1e.03.*a maximum or another scale over all tokens")
+@named_by("causal", "to the size 1e.03: it reads.*a maximum or another scale over all tokens")
 class MaximumOfTheCall(Pointwise):
     """Exact arithmetic would be causal: only an extreme token makes the weights of all others 0."""
 
@@ -133,7 +133,7 @@ class ClampedByTheLargest(Pointwise):
         return super().forward(x) / (x.abs().amax(1, keepdim=True) / 1e5).clamp(min=1)
 
 
-@named_by("causal", "shift or mask that is wrong by")
+@named_by("causal", "chunk or mask that is wrong by 3")
 class ChunkSum(Pointwise):
     """Each chunk of 16 reads the whole chunk."""
 
@@ -155,7 +155,7 @@ class MeanOverTheBatch(Pointwise):
         return super().forward(x) + x.mean(0, keepdim=True)
 
 
-@named_by("rows", "when another row of the batch does")
+@named_by("rows", "Row 1 changes by .* when row 0 does")
 class SharedState(Ema):
     """All rows go on from the first row."""
 
@@ -169,7 +169,7 @@ class DividesByTheBatch(Pointwise):
         return super().forward(x) / len(x)
 
 
-@named_by("rows", "states of rows 2 and 0 taken out|alone differs|another row")
+@named_by("rows", "buffer that keeps rows|buffer that rows share|first axis")
 class BufferOfRows(Ema):
     """What follows a first call goes on from a buffer of all rows and not from the given state."""
 
@@ -202,7 +202,7 @@ class CountsCalls(Pointwise):
         return super().forward(x) * (1 + 0.01 * self.calls)
 
 
-@named_by("deterministic", "changed in place")
+@named_by("deterministic", "changes the state in place")
 class StateChangedInPlace(Ema):
     def forward(self, x, state=None):
         output, new = super().forward(x, state)
@@ -241,7 +241,7 @@ class Convolution(nn.Module):
         return conv1d(padded.mT, self.taps, groups=len(self.taps)).mT, padded[:, -3:]
 
 
-@named_by("pieces", "misses the last tokens that a convolution")
+@named_by("pieces", "misses the last tokens, which a convolution")
 class MissesTheTail(Convolution):
     kept = 2
 
@@ -277,7 +277,7 @@ class RelativePositions(Pointwise):
         return super().forward(x + torch.linspace(0, 1, x.shape[1])[:, None].to(x))
 
 
-@named_by("state", "kept in torch.bfloat16", "warning")
+@named_by("state", "in torch.bfloat16: errors add up", "warning")
 class RoundedState(Ema):
     """Kept in bf16."""
 
@@ -384,7 +384,7 @@ class OverflowsInBf16(Pointwise):
         return super().forward(x) / (one - 1)
 
 
-@named_by("finite", "tokens of size 1e.04", "warning")
+@named_by("finite", "tokens of size 1(e.04|0000)", "warning")
 class ExponentialWithoutMaximum(Pointwise):
     def mean(self, x: Tensor) -> Tensor:
         return (x.exp() * x).cumsum(1) / x.exp().cumsum(1)
@@ -409,7 +409,7 @@ class DetachedParameter(Ema):
         return super().step(decay.detach(), average, value)
 
 
-@named_by("gradients", "finite differences give", "warning")
+@named_by("gradients", "differs from finite differences", "warning")
 class DetachedLoop(Ema):
     def step(self, decay: Tensor, average: Tensor, value: Tensor) -> Tensor:
         return super().step(decay, average.detach(), value)
@@ -431,7 +431,7 @@ class WrongBackward(Pointwise):
         return _HalfGradient.apply(super().forward(x))
 
 
-@named_by("gradients", "no gradient at all", "warning")
+@named_by("gradients", "Outputs have no gradient", "warning")
 class NoGradient(Pointwise):
     def forward(self, x):
         with torch.no_grad():
@@ -464,7 +464,7 @@ class CannotBeCompiled(Ema):
         return super().step(decay, average, value) if float(value.sum()) > -1e9 else value
 
 
-@named_by("packs", "changes by .* after another one", "warning")
+@named_by("packs", "after another in its row .* differs by", "warning")
 class IgnoresStarts(Ema):
     def forward(self, x, state=None, starts=None):
         return super().forward(x, state)

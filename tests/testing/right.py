@@ -166,7 +166,9 @@ class DeltaRule(nn.Module):
         keys, rate, outputs = nn.functional.normalize(keys, dim=-1), rate.sigmoid(), []
         matrix = keys.new_zeros(len(x), x.shape[-1], x.shape[-1]) if state is None else state
         begins = [None] * x.shape[1] if starts is None else starts.unbind(1)
-        for begin, query, key, value, size in zip(begins, *(part.unbind(1) for part in (queries, keys, values, rate))):
+        for begin, query, key, value, size in zip(
+            begins, *(part.unbind(1) for part in (queries, keys, values, rate)), strict=True
+        ):
             if begin is not None:
                 matrix = torch.where(begin[:, None, None], 0.0, matrix)
             error = value - (matrix @ key[..., None])[..., 0]

@@ -2,19 +2,11 @@
 
 from multilin.testing.check import ROWS, Report, check_layer
 from multilin.testing.laws import (
-    Finding,
-    causal,
-    deterministic,
-    finite,
-    gradients,
-    pieces_are_whole,
-    rows_independent,
-    state_size,
+    Finding, Subject, causal, deterministic, finite, gradients, pieces_are_whole, rows_independent, state_size,
     training_is_evaluation,
-)
-from multilin.testing.subject import ModelSubject, Subject
+)  # fmt: skip
 
 __all__ = [
-    "ROWS", "Finding", "ModelSubject", "Report", "Subject", "causal", "check_layer", "deterministic",
-    "finite", "gradients", "pieces_are_whole", "rows_independent", "state_size", "training_is_evaluation",
+    "ROWS", "Finding", "Report", "Subject", "causal", "check_layer", "deterministic", "finite", "gradients",
+    "pieces_are_whole", "rows_independent", "state_size", "training_is_evaluation",
 ]  # fmt: skip

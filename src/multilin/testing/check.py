@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multilin.architectures.base import Architecture, adopt
 from multilin.architectures.own_file import resolve, short_name
@@ -15,8 +16,7 @@ from multilin.errors import InputError, listed
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.testing import abilities, laws
 from multilin.testing.cost import cost
-from multilin.testing.laws import Finding, brief
-from multilin.testing.subject import Subject, noise
+from multilin.testing.laws import Finding, Subject, brief, noise
 
 EXACT: dict[str, Callable[[Subject], Finding]] = {
     "causal": laws.causal, "rows": laws.rows_independent, "deterministic": laws.deterministic,
@@ -106,14 +106,7 @@ def _findings(make_model: abilities.MakeModel, rows: list[str], progress: Progre
             "runs", "failure", f"The layer cannot be called on (2, 8, {plain.width}) vectors: {brief(error)}."
         )
         return
-    exact = plain.copy()
-    for parameter in exact.module.parameters():
-        if not parameter.any():  # it might hide the other parts
-            parameter.data = 0.3 * noise(parameter, seed=4)
-    try:
-        exact = exact.cast(torch.float64)
-    except RuntimeError:
-        pass  # the layer computes in float32 only
+    exact = _exact(plain)
     for index, row in enumerate(rows):
         progress(row, index, len(rows))
         try:
@@ -132,3 +125,33 @@ def _subject(model: MultilinForCausalLM) -> Subject:
     if isinstance(layers[0], PlainBlock):
         return Subject(layers[0].attention, width=model.config.hidden_size)
     return Subject(*layers, width=model.config.hidden_size, longest=model.config.n_positions)
+
+
+def _exact(subject: Subject) -> Subject:
+    """A copy in float64; parameters that are entirely zero are drawn, since they might hide other parts."""
+    exact = subject.copy()
+    for parameter in exact.module.parameters():
+        if not parameter.any():
+            parameter.data = 0.3 * noise(parameter, seed=4)
+    single = exact.copy()
+    exact.module.double()
+    try:
+        with torch.no_grad(), _LowestPrecision() as watch:
+            exact.read(exact.draw(1, 3))
+    except RuntimeError:
+        return single  # it computes in float32 only
+    exact.rounds_to = watch.lowest
+    return exact
+
+
+class _LowestPrecision(TorchDispatchMode):
+    """The lowest precision that a more precise tensor is rounded to."""
+
+    lowest = torch.float64
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if all(isinstance(part, Tensor) and part.is_floating_point() for part in (*args[:1], result)):
+            if torch.finfo(result.dtype).eps > max(torch.finfo(part.dtype).eps for part in (*args[:1],)):
+                self.lowest = max(self.lowest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return result

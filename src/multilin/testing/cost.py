@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from multilin.errors import duration
-from multilin.testing.laws import Finding
-from multilin.testing.subject import Subject
+from multilin.testing.laws import Finding, Subject
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 QUADRATIC_SHARE = 0.2  # of the work at the longest text
@@ -24,16 +23,16 @@ QUADRATIC_SHARE = 0.2  # of the work at the longest text
 def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding:
     """Whether the work grows linearly or quadratically with the text, with times beside attention of the same width.
 
-    The word follows from counted work: operations of products, and numbers written. Where three lengths in a row take
-    more than three times as long each, it is quadratic too, for kernels whose work cannot be counted.
+    The word follows from counted work: operations of products, and numbers read and written. Where the last two
+    doublings take more than 3.4 times as long, it is quadratic too, for kernels whose work cannot be counted.
 
     Args:
         subject: layers in float32.
         longest: tokens before the last generated token that is timed.
         seconds: about the time after which longer texts are left out; three are always taken.
     """
-    attention, end = Subject(_Attention(subject.width), width=subject.width), time.perf_counter() + seconds
-    steps, others, forward, backward = list[float](), list[float](), list[float](), list[_Meter]()
+    attention = Subject(_Attention(subject.width, 3 * subject.width), width=subject.width)
+    steps, others, forward, backward, end = [], [], [], [], time.perf_counter() + seconds
     lengths = [length for length in LENGTHS if subject.longest is None or length <= subject.longest]
     for length in lengths:
         if len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end:
@@ -45,24 +44,23 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         with _Meter() as meter:
             _step(subject, x)
         backward.append(meter)
-        for times, each in ((steps, subject), (others, attention)):
-            times.append(_median(lambda each=each, x=x: _step(each, x)))  # type: ignore[misc]
-    last = lengths[len(steps) - 1]
-    share, total = _quadratic_share(forward), _quadratic_share([meter.work for meter in backward])
-    powers = {"time": _power(steps), "memory": _power([m.peak for m in backward]), "attention": _power(others)}
-    doublings = [math.log2(after / before) for before, after in zip(steps[-3:], steps[-2:], strict=False)]
-    is_slow = min(doublings) > 1.6
-    word = "quadratic" if share > QUADRATIC_SHARE or is_slow else "linear"
-    if word == "linear" and total > QUADRATIC_SHARE:
+        steps.append(_median(lambda x=x: _step(subject, x)))
+        others.append(_median(lambda x=x: _step(attention, x)))
+    last, spans = lengths[len(steps) - 1], (64, subject.longest // 2 if subject.longest else longest)
+    numbers = {"time": _power(steps), "memory": _power([m.peak for m in backward]), "attention": _power(others)}
+    numbers["quadratic share"] = _quadratic_share(forward)
+    word = "linear"
+    if numbers["quadratic share"] > QUADRATIC_SHARE or min(steps[-1] / steps[-2], steps[-2] / steps[-3]) > 3.4:
+        word = "quadratic"
+    elif _quadratic_share([meter.work for meter in backward]) > QUADRATIC_SHARE:
         word = "linear, but backward quadratic (a loop over x[:, t] writes whole gradients; use x.unbind(1)),"
-    spans = (64, longest if subject.longest is None else last // 2)
     tokens = [duration(_token_time(subject, span)) for span in spans]
     return Finding("cost", "says", (
         f"The work is {word} in the text's length: a step takes {duration(steps[0])} at {lengths[0]} tokens and "
-        f"{duration(steps[-1])} at {last:,} (T^{powers['time']:.1f}; attention {duration(others[-1])}, "
-        f"T^{powers['attention']:.1f}), and memory grows as T^{powers['memory']:.1f}. A generated token takes "
+        f"{duration(steps[-1])} at {last:,} (T^{numbers['time']:.1f}; attention {duration(others[-1])}, "
+        f"T^{numbers['attention']:.1f}), and memory grows as T^{numbers['memory']:.1f}. A generated token takes "
         f"{tokens[0]} after {spans[0]} tokens, {tokens[1]} after {spans[1]:,}."
-    ), powers | {"quadratic share": share})  # fmt: skip
+    ), numbers)  # fmt: skip
 
 
 def _step(subject: Subject, x: Tensor) -> None:
@@ -91,14 +89,12 @@ def _token_time(subject: Subject, length: int) -> float:
 
 def _power(sizes: list[float]) -> float:
     """The exponent of growth over the last two doublings."""
-    last = sizes[-3:]
-    return math.log2(last[-1] / last[0]) / (len(last) - 1)
+    return math.log2(sizes[-1] / sizes[-3]) / 2
 
 
 def _quadratic_share(works: list[float]) -> float:
     """The share of c T^2 in a + b T + c T^2 through the works at the last three lengths, T / 4, T / 2 and T."""
-    first, middle, last = works[-3:]
-    return (last - 3 * middle + 2 * first) * 8 / 3 / last
+    return (works[-1] - 3 * works[-2] + 2 * works[-3]) * 8 / 3 / works[-1]
 
 
 class _Meter(TorchDispatchMode):
@@ -116,7 +112,7 @@ class _Meter(TorchDispatchMode):
             self.work += 4 * args[0].numel() * args[1].shape[-2]
         for part in result if isinstance(result, tuple | list) else (result,):
             if isinstance(part, Tensor) and (storage := part.untyped_storage()) not in self.known:
-                self.work += part.numel()
+                self.work += part.numel() + sum(given.numel() for given in args if isinstance(given, Tensor))
                 self.known.add(storage)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)
@@ -127,13 +123,9 @@ class _Meter(TorchDispatchMode):
         self.live -= size
 
 
-class _Attention(nn.Module):
+class _Attention(nn.Linear):
     """Causal attention with one head, as a yardstick."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.read, self.write = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x_BTD: Tensor, state: Any, layout: Any) -> tuple[Tensor, None]:
-        parts = (part[:, None] for part in self.read(x_BTD).chunk(3, dim=-1))
-        return self.write(scaled_dot_product_attention(*parts, is_causal=True)[:, 0]), None
+    def forward(self, x_BTD: Tensor, state: Any, layout: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        parts = (part[:, None] for part in super().forward(x_BTD).chunk(3, dim=-1))
+        return scaled_dot_product_attention(*parts, is_causal=True)[:, 0], None

@@ -431,7 +431,7 @@ class WrongBackward(Pointwise):
         return _HalfGradient.apply(super().forward(x))
 
 
-@named_by("gradients", "Outputs have no gradient", "warning")
+@named_by("gradients", "No gradient reaches the input", "warning")
 class NoGradient(Pointwise):
     def forward(self, x):
         with torch.no_grad():

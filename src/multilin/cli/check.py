@@ -4,7 +4,6 @@ from dataclasses import field
 
 from multilin.cli.messages import as_flags, as_json, loading, say_next
 from multilin.cli.tables import print_table
-from multilin.errors import plural
 from multilin.settings import bounds, settings
 
 STYLES = {"ok": "green", "says": "", "warning": "yellow", "failure": "bold red"}
@@ -41,10 +40,7 @@ def check(arguments: CheckArguments) -> None:
         rows = [[f.name, Text(f.result, STYLES[f.result]), f.sentence] for f in report.findings]
         print_table("llw", rows, head=("check", "result", report.layer))
     if report.failures:
-        if not arguments.json:
-            print(f"\n{plural(len(report.failures), 'check')} of {report.layer} failed: correct this first.")
         raise SystemExit(1)
-    if not arguments.json:
-        options = as_flags({f"model.options.{name}": value for name, value in arguments.options.items()})
-        train = ["multilin", "train", "--model.architecture", arguments.layer, *options, "--data.source", "my-books/"]
-        say_next(train, ["multilin", "compare", arguments.layer, "llama"])
+    options = as_flags({f"model.options.{name}": value for name, value in arguments.options.items()})
+    train = ["multilin", "train", "--model.architecture", arguments.layer, *options, "--data.source", "my-books/"]
+    say_next(train, ["multilin", "compare", arguments.layer, "llama"])

@@ -1,12 +1,13 @@
-"""`check_layer`: all checks of a layer, as a report."""
+"""`check_layer`: all checks of a layer, as a report; and the checks that need a model."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.functional import cross_entropy, pad
 
 from multilin.architectures.base import Architecture, adopt
 from multilin.architectures.own_file import resolve, short_name
@@ -14,18 +15,116 @@ from multilin.architectures.plain_module import PlainBlock, plain_architecture
 from multilin.data.progress import Progress, no_progress
 from multilin.errors import InputError, listed
 from multilin.model import MultilinConfig, MultilinForCausalLM
-from multilin.testing import abilities, laws
-from multilin.testing.cost import cost
+from multilin.testing import laws
+from multilin.testing.cost import Meter, cost
 from multilin.testing.laws import Finding, Subject, brief, noise
+
+MakeModel = Callable[[], MultilinForCausalLM]
+TASKS = {"64 tokens by heart": 0.1, "to copy the token before": 0.5}  # the loss that solves each; chance is 2.6 and 1.4
+IDS = torch.arange(12)[None] % 7 + 2
+
+
+def learns(make_model: MakeModel, seconds: float = 8.0) -> Finding:
+    """Whether a small model learns 64 tokens by heart, and to name the token before the current one."""
+    results = {task: _train(make_model(), task, seconds / 2) for task in TASKS}
+    told = "; ".join(f"{task}: loss {loss:.2f} after {steps} steps" for task, (loss, steps) in results.items())
+    if failed := [task for task, (loss, _) in results.items() if not loss < TASKS[task]]:
+        what = f"It does not learn {' or '.join(failed)} in {seconds / 2:.0f} s or 500 steps ({told})"
+        cause = "vanishing gradients, a scale that is too small, or no way to tell which token came before"
+        return Finding("learns", "warning", f"{what}. Likely cause: {cause}.")
+    return Finding("learns", "ok", f"It learns {told}.")
+
+
+def _train(model: MultilinForCausalLM, task: str, seconds: float) -> tuple[float, int]:
+    """The last loss and the number of steps."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
+    end, draw = time.perf_counter() + seconds, torch.Generator().manual_seed(2)
+    ids = torch.randint(2, 16, (1, 65), generator=draw)
+    given, targets = ids[:, :-1], ids[:, 1:]
+    for step in range(501):  # noqa: B007
+        if "copy" in task:
+            given = torch.randint(2, 6, (16, 12), generator=draw)
+            targets = given[:, :-1]
+        logits = model(given, use_cache=False).logits[:, given.shape[1] - targets.shape[1] :]
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if loss < TASKS[task] or time.perf_counter() > end:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach()), step
+
+
+@torch.no_grad()
+def exports(make_model: MakeModel) -> Finding:
+    """Whether `multilin export` will work."""
+    try:
+        from multilin.export.graph import make_graph
+        from multilin.inference.snapshot import state_tensors
+        from multilin.inference.state_file import GROWS
+
+        model = make_model().eval()
+        if any(GROWS in about.shape for about in state_tensors(model)):
+            return Finding(
+                "exports", "says", "`multilin export` refuses a state that grows; generate and serve run it."
+            )
+        make_graph(model, 1)
+    except Exception as error:
+        return Finding("exports", "says", f"`multilin export` will not work ({brief(error)}); generate and serve will.")
+    return Finding("exports", "says", "`multilin export` will work.")
+
+
+@torch.no_grad()
+def compiles(make_model: MakeModel) -> Finding:
+    """Whether `training.compile` will work."""
+    model, ids = make_model().eval(), IDS
+    try:
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, use_cache=False).logits
+    except Exception as error:
+        return Finding("compiles", "says", f"`--training.compile true` will not work ({brief(error)}).")
+    good = "`--training.compile true` will work."
+    return _compared("compiles", found, model(ids, use_cache=False).logits, good, "Compiled, logits differ")
+
+
+@torch.no_grad()
+def packs(make_model: MakeModel) -> Finding:
+    """Whether texts in one row are read as if each stood alone."""
+    model, ids = make_model().double().eval(), IDS
+    try:
+        found = model(ids, document_ids=(torch.arange(12) >= 5)[None].long()).logits
+    except InputError:
+        return Finding(
+            "packs", "says", "In training, layers read across document borders inside a block (no `starts`)."
+        )
+    alone = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], dim=1)
+    good, bad = (
+        "Texts in one row are read as if each stood alone.",
+        "A text after another in its row (see `starts`) differs",
+    )
+    return _compared("packs", found, alone, good, bad)
+
+
+@torch.no_grad()
+def left_padding(make_model: MakeModel) -> Finding:
+    """Whether a batch of prompts of different lengths gives what each gives alone."""
+    model, ids = make_model().double().eval(), IDS
+    found = model(pad(ids, (4, 0)), attention_mask=pad(torch.ones_like(ids), (4, 0))).logits[:, 4:]
+    good = "Prompts of different lengths can be generated from and served together."
+    return _compared("padding", found, model(ids).logits, good, "A prompt beside a longer one differs")
+
+
+def _compared(name: str, found: Tensor, expected: Tensor, good: str, bad: str) -> Finding:
+    change = float((found - expected).abs().max() / expected.abs().max())
+    return Finding(name, "says", good) if change <= 1e-4 else Finding(name, "warning", f"{bad} by {change:.1e}.")
+
 
 EXACT: dict[str, Callable[[Subject], Finding]] = {
     "causal": laws.causal, "rows": laws.rows_independent, "deterministic": laws.deterministic,
     "train = eval": laws.training_is_evaluation, "pieces": laws.pieces_are_whole, "gradients": laws.gradients,
 }  # fmt: skip
 MEASURED: dict[str, Callable[[Subject], Finding]] = {"finite": laws.finite, "state": laws.state_size, "cost": cost}
-ABILITIES: dict[str, Callable[[abilities.MakeModel], Finding]] = {
-    "learns": abilities.learns, "exports": abilities.exports, "compiles": abilities.compiles, "packs": abilities.packs,
-    "padding": abilities.left_padding,
+ABILITIES: dict[str, Callable[[MakeModel], Finding]] = {
+    "learns": learns, "exports": exports, "compiles": compiles, "packs": packs, "padding": left_padding,
 }  # fmt: skip
 ROWS = (*EXACT, *MEASURED, *ABILITIES)
 """The names of the checks."""
@@ -42,10 +141,6 @@ class Report:
     def failures(self) -> list[Finding]:
         """The findings that mean wrong results."""
         return [finding for finding in self.findings if finding.result == "failure"]
-
-    def __getitem__(self, name: str) -> Finding:
-        """The finding of this name."""
-        return next(finding for finding in self.findings if finding.name == name)
 
 
 def check_layer(
@@ -95,7 +190,7 @@ def check_layer(
     return report
 
 
-def _findings(make_model: abilities.MakeModel, rows: list[str], progress: Progress) -> Iterator[Finding]:
+def _findings(make_model: MakeModel, rows: list[str], progress: Progress) -> Iterator[Finding]:
     """The findings one by one; a layer that cannot be called at all has only one."""
     plain = _subject(make_model())
     try:
@@ -136,22 +231,9 @@ def _exact(subject: Subject) -> Subject:
     single = exact.copy()
     exact.module.double()
     try:
-        with torch.no_grad(), _LowestPrecision() as watch:
+        with torch.no_grad(), Meter() as watch:
             exact.read(exact.draw(1, 3))
     except RuntimeError:
         return single  # it computes in float32 only
     exact.rounds_to = watch.lowest
     return exact
-
-
-class _LowestPrecision(TorchDispatchMode):
-    """The lowest precision that a more precise tensor is rounded to."""
-
-    lowest = torch.float64
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if all(isinstance(part, Tensor) and part.is_floating_point() for part in (*args[:1], result)):
-            if torch.finfo(result.dtype).eps > max(torch.finfo(part.dtype).eps for part in (*args[:1],)):
-                self.lowest = max(self.lowest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return result

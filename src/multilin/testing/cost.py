@@ -29,7 +29,7 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
     Args:
         subject: layers in float32.
         longest: tokens before the last generated token that is timed.
-        seconds: about the time after which longer texts are left out; three are always taken.
+        seconds: about the time after which longer texts are left out.
     """
     attention = Subject(_Attention(subject.width, 3 * subject.width), width=subject.width)
     steps, others, forward, backward, end = [], [], [], [], time.perf_counter() + seconds
@@ -38,10 +38,10 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         if len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end:
             break
         x = subject.draw(1, length)
-        with _Meter() as meter, torch.no_grad():
+        with Meter() as meter, torch.no_grad():
             subject.read(x)
         forward.append(meter.work)
-        with _Meter() as meter:
+        with Meter() as meter:
             _step(subject, x)
         backward.append(meter)
         steps.append(_median(lambda x=x: _step(subject, x)))
@@ -54,7 +54,10 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         word = "quadratic"
     elif _quadratic_share([meter.work for meter in backward]) > QUADRATIC_SHARE:
         word = "linear, but backward quadratic (a loop over x[:, t] writes whole gradients; use x.unbind(1)),"
-    tokens = [duration(_token_time(subject, span)) for span in spans]
+    x, tokens = subject.draw(1, 1), list[str]()
+    with torch.no_grad():
+        for state in [subject.read(subject.draw(1, span))[1] for span in spans]:
+            tokens.append(duration(_median(lambda state=state: subject.read(x, state))))
     return Finding("cost", "says", (
         f"The work is {word} in the text's length: a step takes {duration(steps[0])} at {lengths[0]} tokens and "
         f"{duration(steps[-1])} at {last:,} (T^{numbers['time']:.1f}; attention {duration(others[-1])}, "
@@ -81,12 +84,6 @@ def _median(task: Callable[[], Any]) -> float:
     return statistics.median(times[1:])
 
 
-@torch.no_grad()
-def _token_time(subject: Subject, length: int) -> float:
-    state, x = subject.read(subject.draw(1, length))[1], subject.draw(1, 1)
-    return _median(lambda: subject.read(x, state))
-
-
 def _power(sizes: list[float]) -> float:
     """The exponent of growth over the last two doublings."""
     return math.log2(sizes[-1] / sizes[-3]) / 2
@@ -97,11 +94,12 @@ def _quadratic_share(works: list[float]) -> float:
     return (works[-1] - 3 * works[-2] + 2 * works[-3]) * 8 / 3 / works[-1]
 
 
-class _Meter(TorchDispatchMode):
-    """Counts work, and the most bytes alive at once."""
+class Meter(TorchDispatchMode):
+    """Counts work and the most bytes alive at once, and notes the lowest precision that float64 is rounded to."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.lowest = torch.float64
         self.work, self.live, self.peak, self.known = 0.0, 0.0, 0.0, weakref.WeakSet[Any]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +110,10 @@ class _Meter(TorchDispatchMode):
             self.work += 4 * args[0].numel() * args[1].shape[-2]
         for part in result if isinstance(result, tuple | list) else (result,):
             if isinstance(part, Tensor) and (storage := part.untyped_storage()) not in self.known:
-                self.work += part.numel() + sum(given.numel() for given in args if isinstance(given, Tensor))
+                given = [each for each in args if isinstance(each, Tensor)]
+                self.work += part.numel() + sum(each.numel() for each in given)
+                if part.is_floating_point() and any(each.dtype == torch.float64 for each in given):
+                    self.lowest = max(self.lowest, part.dtype, key=lambda dtype: torch.finfo(dtype).eps)
                 self.known.add(storage)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)

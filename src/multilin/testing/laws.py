@@ -14,8 +14,7 @@ from multilin.errors import listed
 from multilin.layers.base import Layout
 from multilin.layers.plain import PlainMixer
 
-LENGTH = 70
-"""Tokens of a text: more than one chunk of 64, and no multiple of it."""
+LENGTH = 70  # tokens of a text: more than one chunk of 64, and no multiple of it
 Result = Literal["ok", "says", "warning", "failure"]
 
 
@@ -52,8 +51,7 @@ class Subject:
     def __init__(self, *layers: nn.Module, width: int, longest: int | None = None) -> None:
         self.module: nn.Module = nn.ModuleList(layers)
         self.width, self.longest = width, longest
-        self.rounds_to = torch.float64
-        """The lowest precision that the modules compute in, if it is lower than that of their weights."""
+        self.rounds_to = torch.float64  # the lowest precision that the modules compute in
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +137,7 @@ def causal(subject: Subject, length: int = LENGTH) -> Finding:
                     cause = f"{over} over all tokens of a call"
                 return _failure("causal", what, cause)
     if x.is_floating_point():
-        size_T = _gradient_size(subject, x, slice(half))
+        size_T = _backward(subject, x, slice(half))[1].abs().amax((0, 2))
         if size_T[half:].max() > 1e3 * eps * size_T.max():
             what = f"Outputs have a gradient of {size_T[half:].max():.1e} for later tokens, although no value changes"
             return _failure("causal", what, "a backward pass of your own, or a detached path, that reads ahead")
@@ -229,8 +227,8 @@ def pieces_are_whole(subject: Subject, cuts: Sequence[int] | None = None, length
             what = f"In pieces that end at {split[:4]}, {len(wrong)} outputs differ, by up to {change:.1e}"
             return _failure("pieces", what, _why_broken(subject, x, found, wrong, split))
     if x.is_floating_point():
-        at_once, apart = (_gradient_size(subject, x, slice(half, None), cut)[:half].max() for cut in ([], [half]))
-        if at_once > 0 == apart:
+        at_once, apart = (_backward(subject, x, slice(half, None), cut)[1][:, :half].any() for cut in ([], [half]))
+        if at_once and not apart:
             return Finding("pieces", "warning", "The state is detached: no gradient goes from one piece to another.")
     return Finding("pieces", "ok", f"{length} tokens in pieces of any length give the outputs of the whole text.")
 
@@ -307,45 +305,36 @@ def gradients(subject: Subject, length: int = 6) -> Finding:
             parameter += 0.1 * noise(parameter, seed=3)
     x = subject.draw(1, length).requires_grad_()
 
-    def loss(*_: Tensor) -> Tensor:
-        output = subject.read_pieces(x, [length // 2])
-        return (output * noise(output, seed=7)).sum()
-
-    tensors = {"the input": x, **trained}
-    if not (value := loss()).requires_grad:
-        return _failure(name, "Outputs have no gradient", "detach or no_grad in forward", "warning")
-    found = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
-    if idle := [key for key, part in zip(tensors, found, strict=True) if part is None or not part.any()]:
+    tensors, half = {"the input": x, **trained}, length // 2
+    found = _backward(subject, x, cuts=[half])[1:]
+    if idle := [key for key, part in zip(tensors, found, strict=True) if not part.any()]:
         what = f"No gradient reaches {listed(idle[:4])}"
         return _failure(name, what, "forward does not use it, or detaches what it gives", "warning")
     if torch.float32 in (subject.dtype, subject.rounds_to):
         return Finding(name, "ok", "Gradients reach every parameter; finite differences need float64.")
-    for key, tensor in tensors.items():  # gradcheck changes them in place, and the loss reads them where they are
-        if not torch.autograd.gradcheck(loss, (tensor,), fast_mode=True, raise_exception=False):
+    for key, tensor in tensors.items():  # gradcheck changes each in place, where the module reads it
+        read = lambda *_: subject.read_pieces(x, [half])  # noqa: E731
+        if not torch.autograd.gradcheck(read, (tensor,), fast_mode=True, raise_exception=False):
             what = f"The gradient of {key} differs from finite differences"
             return _failure(name, what, "detach, rounding, or a backward pass of your own", "warning")
     return Finding(name, "ok", "Gradients reach every parameter and equal finite differences.")
 
 
 @torch.enable_grad()
-def _gradient_size(subject: Subject, x: Tensor, outputs: slice, cuts: Sequence[int] = ()) -> Tensor:
-    """The size of the gradient of some outputs for each token, (T,)."""
-    x = x.clone().requires_grad_()
-    chosen = subject.read_pieces(x, cuts)[:, outputs]
-    loss = (chosen * noise(chosen, seed=7)).sum() + 0 * x.sum()
-    return torch.autograd.grad(loss, x)[0].abs().amax((0, 2))
+def _backward(
+    subject: Subject, x: Tensor, outputs: slice = slice(None), cuts: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
+    """Some outputs, and their gradients for x and for the trained parameters, zero where there is none."""
+    tensors = [x.detach().clone().requires_grad_(), *(p for p in subject.module.parameters() if p.requires_grad)]
+    chosen = subject.read_pieces(tensors[0], cuts)[:, outputs]
+    loss = (chosen * noise(chosen, seed=7)).sum() + 0 * tensors[0].sum()
+    return chosen.detach(), *torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)
 
 
 def _not_finite(subject: Subject, x: Tensor) -> str:
     """The outputs or gradients, if they are not finite."""
-    x = x.clone().requires_grad_()
-    output = subject.read(x)[0]
-    if not output.isfinite().all():
-        return "outputs"
-    tensors = [x, *(p for p in subject.module.parameters() if p.requires_grad)]
-    loss = (output * noise(output, seed=7)).sum() + 0 * x.sum()
-    found = torch.autograd.grad(loss, tensors, materialize_grads=True, allow_unused=True)
-    return "" if all(part.isfinite().all() for part in found) else "gradients"
+    is_finite = [bool(part.isfinite().all()) for part in _backward(subject, x)]
+    return "" if all(is_finite) else "gradients" if is_finite[0] else "outputs"
 
 
 def noise(like: Tensor, seed: int) -> Tensor:

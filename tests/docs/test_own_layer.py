@@ -30,7 +30,8 @@ from tests.contract.test_reading import (  # noqa: F401
     test_weights_applied_to_the_values_are_what_was_read,
 )
 from tests.contract.test_streaming import (  # noqa: F401
-    test_an_extreme_future_changes_nothing,
+    test_extreme_tokens_stay_finite,
+    test_layers_keep_the_laws,
     test_left_padding_is_inert,
     test_the_state_does_not_grow,
     test_token_by_token_is_reading_at_once,

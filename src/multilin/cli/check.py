@@ -37,7 +37,7 @@ def check(arguments: CheckArguments) -> None:
     if arguments.json:
         print(as_json(report))
     else:
-        rows = [[f.name, Text(f.result, STYLES[f.result]), f.sentence] for f in report.findings]
+        rows: list[list[str | Text]] = [[f.name, Text(f.result, STYLES[f.result]), f.sentence] for f in report.findings]
         print_table("llw", rows, head=("check", "result", report.layer))
     if report.failures:
         raise SystemExit(1)

@@ -32,7 +32,8 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         seconds: about the time after which longer texts are left out.
     """
     attention = Subject(_Attention(subject.width, 3 * subject.width), width=subject.width)
-    steps, others, forward, backward, end = [], [], [], [], time.perf_counter() + seconds
+    steps, others, forward, backward = list[float](), list[float](), list[float](), list[Meter]()
+    end = time.perf_counter() + seconds
     lengths = [length for length in LENGTHS if subject.longest is None or length <= subject.longest]
     for length in lengths:
         if len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end:
@@ -44,8 +45,8 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         with Meter() as meter:
             _step(subject, x)
         backward.append(meter)
-        steps.append(_median(lambda x=x: _step(subject, x)))
-        others.append(_median(lambda x=x: _step(attention, x)))
+        steps.append(_median(_step, subject, x))
+        others.append(_median(_step, attention, x))
     last, spans = lengths[len(steps) - 1], (64, subject.longest // 2 if subject.longest else longest)
     numbers = {"time": _power(steps), "memory": _power([m.peak for m in backward]), "attention": _power(others)}
     numbers["quadratic share"] = _quadratic_share(forward)
@@ -57,7 +58,7 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
     x, tokens = subject.draw(1, 1), list[str]()
     with torch.no_grad():
         for state in [subject.read(subject.draw(1, span))[1] for span in spans]:
-            tokens.append(duration(_median(lambda state=state: subject.read(x, state))))
+            tokens.append(duration(_median(subject.read, x, state)))
     return Finding("cost", "says", (
         f"The work is {word} in the text's length: a step takes {duration(steps[0])} at {lengths[0]} tokens and "
         f"{duration(steps[-1])} at {last:,} (T^{numbers['time']:.1f}; attention {duration(others[-1])}, "
@@ -69,17 +70,17 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
 def _step(subject: Subject, x: Tensor) -> None:
     loss = subject.read(x.requires_grad_())[0].sum()
     if loss.requires_grad:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     x.grad = None
     subject.module.zero_grad()
 
 
-def _median(task: Callable[[], Any]) -> float:
+def _median(task: Callable[..., Any], *arguments: Any) -> float:
     """The median time of up to seven calls after a first one; of long tasks there are fewer."""
     times = list[float]()
     while len(times) < 8 and (len(times) < 2 or sum(times) < 0.5):
         begin = time.perf_counter()
-        task()
+        task(*arguments)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
 
@@ -94,11 +95,11 @@ def _quadratic_share(works: list[float]) -> float:
     return (works[-1] - 3 * works[-2] + 2 * works[-3]) * 8 / 3 / works[-1]
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts work and the most bytes alive at once, and notes the lowest precision that float64 is rounded to."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.lowest = torch.float64
         self.work, self.live, self.peak, self.known = 0.0, 0.0, 0.0, weakref.WeakSet[Any]()
 
@@ -128,5 +129,5 @@ class _Attention(nn.Linear):
     """Causal attention with one head, as a yardstick."""
 
     def forward(self, x_BTD: Tensor, state: Any, layout: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        parts = (part[:, None] for part in super().forward(x_BTD).chunk(3, dim=-1))
-        return scaled_dot_product_attention(*parts, is_causal=True)[:, 0], None
+        queries, keys, values = (part[:, None] for part in super().forward(x_BTD).chunk(3, dim=-1))
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True)[:, 0], None

@@ -300,17 +300,15 @@ def gradients(subject: Subject, length: int = 6) -> Finding:
     """Every parameter gets a gradient, and gradients are those of finite differences."""
     subject, name = subject.copy(), "gradients"
     trained = {name.split("module.")[-1]: p for name, p in subject.module.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():  # where one is zero, others may have no gradient
-            parameter += 0.1 * noise(parameter, seed=3)
-    x = subject.draw(1, length).requires_grad_()
-
-    tensors, half = {"the input": x, **trained}, length // 2
+    for parameter in trained.values():  # where one is zero, others may have no gradient
+        parameter.data += 0.1 * noise(parameter, seed=3)
+    x, half = subject.draw(1, length).requires_grad_(), length // 2
+    tensors = {"the input": x, **trained}
     found = _backward(subject, x, cuts=[half])[1:]
     if idle := [key for key, part in zip(tensors, found, strict=True) if not part.any()]:
         what = f"No gradient reaches {listed(idle[:4])}"
         return _failure(name, what, "forward does not use it, or detaches what it gives", "warning")
-    if torch.float32 in (subject.dtype, subject.rounds_to):
+    if {subject.dtype, subject.rounds_to} != {torch.float64}:
         return Finding(name, "ok", "Gradients reach every parameter; finite differences need float64.")
     for key, tensor in tensors.items():  # gradcheck changes each in place, where the module reads it
         read = lambda *_: subject.read_pieces(x, [half])  # noqa: E731

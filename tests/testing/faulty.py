@@ -464,7 +464,7 @@ class CannotBeCompiled(Ema):
         return super().step(decay, average, value) if float(value.sum()) > -1e9 else value
 
 
-@named_by("packs", "after another in its row .* differs by", "warning")
+@named_by("packs", "Despite `starts`, texts in a row differ by", "warning")
 class IgnoresStarts(Ema):
     def forward(self, x, state=None, starts=None):
         return super().forward(x, state)

@@ -224,8 +224,91 @@ class ShiftedMixer(nn.Module):
         return torch.sigmoid(gate) * value, x[:, -1].clone()
 
 
+class Multihead(nn.Module):
+    """PyTorch's own module, which has a fast path in evaluation, with learned positions up to 512 and a mask."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(hidden_size, 2, dropout=0.1, batch_first=True)
+        self.positions = nn.Parameter(torch.randn(512, hidden_size) / 10)
+        self.register_buffer("mask", torch.ones(512, 512).triu(1).bool(), persistent=False)
+
+    def forward(self, x):
+        x, mask = x + self.positions[: x.shape[1]], self.mask[: x.shape[1], : x.shape[1]]
+        return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class EncoderLayer(nn.Module):
+    """A whole layer of PyTorch, in a residual block of its own; it reads at most 128 tokens."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(hidden_size, 2, 64, batch_first=True, norm_first=True)
+        self.positions = nn.Embedding(128, hidden_size)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.layer(x + self.positions(torch.arange(x.shape[1])), src_mask=mask, is_causal=True)
+
+
+class LogScan(nn.Module):
+    """minGRU by a scan in log space."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(hidden_size, 2 * hidden_size)
+
+    def forward(self, x, state=None):
+        gate, value = self.read(x).chunk(2, -1)
+        value = torch.where(value >= 0, value + 0.5, value.sigmoid())
+        logs = nn.functional.logsigmoid(gate) + value.log()
+        decays = -nn.functional.softplus(gate)
+        if state is not None:
+            logs, decays = torch.cat([state[:, None], logs], 1), pad(decays, (0, 0, 1, 0))
+        total = decays.cumsum(1)
+        last = (total + (logs - total).logcumsumexp(1))[:, -x.shape[1] :]
+        return last.exp(), last[:, -1].clone()
+
+
+class ChunkedLinearAttention(nn.Module):
+    """Chunks of 16 tokens by products of matrices, as a kernel would; norms in float32."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.read, self.scale = nn.Linear(hidden_size, 3 * hidden_size), nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x, state=None):
+        width, length = x.shape[-1], x.shape[1]
+        parts = pad(self.read(x), (0, 0, 0, -length % 16)).unflatten(1, (-1, 16)).chunk(3, -1)
+        matrix = x.new_zeros(len(x), width, width) if state is None else state
+        mask, outputs = torch.ones(16, 16).tril().to(x), []
+        for queries, keys, values in zip(*(part.unbind(1) for part in parts), strict=True):
+            outputs.append(queries @ matrix + (queries @ keys.mT * mask) @ values)
+            kept = min(16, length - 16 * (len(outputs) - 1))
+            matrix = matrix + keys[:, :kept].mT @ values[:, :kept]
+        y = torch.cat(outputs, 1)[:, :length].float()
+        return (y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) * self.scale, matrix
+
+
+class ComplexSsm(nn.Module):
+    """A parameter and a state in complex64, whatever the dtype of the input."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.polar(torch.full((hidden_size,), 0.8), torch.rand(hidden_size)))
+        self.value = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x, state=None):
+        state, outputs = torch.zeros_like(x[:, 0], dtype=torch.complex64) if state is None else state, []
+        for value in self.value(x).to(torch.complex64).unbind(1):
+            state = self.decay * state + value
+            outputs.append(state.real)
+        return torch.stack(outputs, 1).to(x.dtype), state
+
+
 RIGHT = (
-    Attention, CachedAttention, Convolution, ConvolutionAndGate, DeltaRule, Ema, GatedEma, Gru, LinearAttention,
-    LongConvolution, Lstm, RunningMean, S4d, ShiftedMixer, StatelessConvolution, WindowedAttention,
+    Attention, CachedAttention, ChunkedLinearAttention, ComplexSsm, Convolution, ConvolutionAndGate, DeltaRule, Ema,
+    EncoderLayer, GatedEma, Gru, LinearAttention, LogScan, LongConvolution, Lstm, Multihead, RunningMean, S4d,
+    ShiftedMixer, StatelessConvolution, WindowedAttention,
 )  # fmt: skip
-MAY_WARN = {RunningMean: "learns"}  # which token came before cannot be told from a mean
+MAY_WARN = {RunningMean: {"learns"}}  # which token came before cannot be told from a mean

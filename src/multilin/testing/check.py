@@ -19,7 +19,7 @@ from multilin.inference.snapshot import state_tensors
 from multilin.inference.state_file import GROWS
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.testing import laws
-from multilin.testing.cost import Meter, cost
+from multilin.testing.cost import LENGTHS, Meter, cost
 from multilin.testing.laws import Finding, Subject, brief, noise
 
 MakeModel = Callable[[], MultilinForCausalLM]
@@ -80,7 +80,7 @@ def compiles(make_model: MakeModel) -> Finding:
     """Whether `training.compile` will work."""
     model = make_model().eval()
     try:
-        torch.compiler.reset()  # type: ignore[no-untyped-call]  # it compiles a function a few times only
+        torch.compiler.reset()  # it compiles a function a few times only
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(IDS, use_cache=False).logits
     except Exception as error:
         return Finding("compiles", "says", f"`--training.compile true` will not work ({brief(error)}).")
@@ -97,7 +97,7 @@ def packs(make_model: MakeModel) -> Finding:
     except InputError:
         return Finding("packs", "says", "In training, layers read across the borders of documents: see `starts`.")
     alone, good = [model(part).logits for part in (IDS[:, :5], IDS[:, 5:])], "Texts in one row do not read each other."
-    return _compared("packs", found, torch.cat(alone, dim=1), good, "A text after another in a row (`starts`) differs")
+    return _compared("packs", found, torch.cat(alone, dim=1), good, "Despite `starts`, texts in a row differ")
 
 
 @torch.no_grad()
@@ -212,8 +212,18 @@ def _subject(model: MultilinForCausalLM) -> Subject:
     """The module of a user in the first layer, without the norm and the feed-forward; for others all layers."""
     layers = list(model.eval().model.layers)
     if isinstance(layers[0], PlainBlock):
-        return Subject(layers[0].attention, width=model.config.hidden_size)
+        subject = Subject(layers[0].attention, width=model.config.hidden_size)
+        subject.longest = next((length for length in reversed(LENGTHS) if _can_read(subject, length)), laws.LENGTH)
+        return subject
     return Subject(*layers, width=model.config.hidden_size, longest=model.config.n_positions)
+
+
+@torch.no_grad()
+def _can_read(subject: Subject, length: int) -> bool:
+    try:
+        return bool(subject.read(subject.draw(1, length)))
+    except Exception:
+        return False
 
 
 def _exact(subject: Subject) -> Subject:

@@ -35,6 +35,8 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
     steps, others, forward, backward = list[float](), list[float](), list[float](), list[Meter]()
     end = time.perf_counter() + seconds
     lengths = [length for length in LENGTHS if subject.longest is None or length <= subject.longest]
+    if len(lengths) < 3:
+        return Finding("cost", "says", f"The layer reads at most {subject.longest} tokens, too few to see growth.")
     for length in lengths:
         if len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end:
             break
@@ -47,7 +49,7 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         backward.append(meter)
         steps.append(_median(_step, subject, x))
         others.append(_median(_step, attention, x))
-    last, spans = lengths[len(steps) - 1], (64, subject.longest // 2 if subject.longest else longest)
+    last, spans = lengths[len(steps) - 1], (64, min(longest, (subject.longest or longest) - 8))
     numbers = {"time": _power(steps), "memory": _power([m.peak for m in backward]), "attention": _power(others)}
     numbers["quadratic share"] = _quadratic_share(forward)
     word = "linear"
@@ -113,8 +115,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(part, Tensor) and (storage := part.untyped_storage()) not in self.known:
                 given = [each for each in args if isinstance(each, Tensor)]
                 self.work += part.numel() + sum(each.numel() for each in given)
-                if part.is_floating_point() and any(each.dtype == torch.float64 for each in given):
-                    self.lowest = max(self.lowest, part.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+                if any(each.dtype in (torch.float64, torch.complex128) for each in given):
+                    kinds = [self.lowest, *([part.dtype] if part.is_floating_point() or part.is_complex() else [])]
+                    self.lowest = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
                 self.known.add(storage)
                 self.live += storage.nbytes()
                 self.peak = max(self.peak, self.live)

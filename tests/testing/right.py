@@ -260,8 +260,8 @@ class LogScan(nn.Module):
 
     def forward(self, x, state=None):
         gate, value = self.read(x).chunk(2, -1)
-        value = torch.where(value >= 0, value + 0.5, value.sigmoid())
-        logs = nn.functional.logsigmoid(gate) + value.log()
+        positive = (nn.functional.relu(value) + 0.5).log()
+        logs = nn.functional.logsigmoid(gate) + torch.where(value >= 0, positive, nn.functional.logsigmoid(value))
         decays = -nn.functional.softplus(gate)
         if state is not None:
             logs, decays = torch.cat([state[:, None], logs], 1), pad(decays, (0, 0, 1, 0))

@@ -81,7 +81,8 @@ def compiles(make_model: MakeModel) -> Finding:
     model = make_model().eval()
     try:
         torch.compiler.reset()  # it compiles a function a few times only
-        found = torch.compile(model, fullgraph=True, backend="aot_eager")(IDS, use_cache=False).logits
+        compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+        found = compiled(IDS, use_cache=False).logits
     except Exception as error:
         return Finding("compiles", "says", f"`--training.compile true` will not work ({brief(error)}).")
     expected, good = model(IDS, use_cache=False).logits, "`--training.compile true` will work."

@@ -250,7 +250,8 @@ def state_size(subject: Subject, lengths: Sequence[int] = (64, 192, 768)) -> Fin
     """The bytes of one row's state after pieces of these lengths: `numbers` has the smallest, the last, the growth."""
     state, sizes, num_tokens = None, list[int](), 0
     for length in lengths:
-        if subject.longest is None or num_tokens + length <= subject.longest:
+        length = min(length, (subject.longest or num_tokens + length) - num_tokens)
+        if length:
             state, num_tokens, last = subject.read(subject.draw(1, length), state)[1], num_tokens + length, length
             sizes.append(sum(part.nbytes for part in subject.tensors(state)))
     growth = (sizes[-1] - sizes[-2]) / last if len(sizes) > 1 else 0.0
@@ -263,11 +264,7 @@ def state_size(subject: Subject, lengths: Sequence[int] = (64, 192, 768)) -> Fin
     kinds = {part.dtype for part in subject.tensors(state)} & {torch.bfloat16, torch.float16}
     if kinds and subject.dtype not in kinds:
         return Finding("state", "warning", f"{what}, in {kinds.pop()}: errors add up, so use float32.", numbers)
-    limit = (
-        ""
-        if (subject.longest or 4096) >= 4096
-        else f"; the layer reads at most {subject.longest:,} tokens or a few more"
-    )
+    limit = "" if (longest := subject.longest or 4096) >= 4096 else f"; it cannot read {2 * longest:,} tokens"
     return Finding("state", "says", f"{what}{kept}{limit}.", numbers)
 
 

@@ -35,7 +35,7 @@ def as_input_error(sentence: Callable[[str], str], kind: type[Exception] = Excep
 
     Args:
         sentence: function that makes the message; its argument is one line with the error's type and text.
-        kind: the type of the errors to turn.
+        kind: the type of the errors that are turned.
     """
     try:
         yield

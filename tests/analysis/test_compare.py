@@ -496,7 +496,7 @@ def test_a_row_that_the_builtin_sweep_lacks_has_trials_of_its_rate(
     progress = TrainingProgress()
     progress.message = said.append
     elita, gpt2 = (found := compare(sweep, progress=progress)).rows
-    line = "elita: learning rate from 3 trials of 1/4 of the steps (0.002, 0.004, 0.008), then up to 2 more beyond"
+    line = "elita: learning rate from 3 trials of 1/4 of the steps (0.002, 0.004, 0.008), then up to 2 more if the best"
     assert any(text.startswith(line) for text in said)
     assert 3 <= len(elita.tuning) <= 5
     assert {run.last.step for run in elita.tuning} == {round(elita.max_steps / 4)}

@@ -165,7 +165,7 @@ def test_bad_requests_are_refused(
         score(load_run(folder), "local_roling", task_folder("x"))
     with pytest.raises(InputError, match=r"^trust_remote_code: True given"):
         MultilinLM(str(folder), trust_remote_code=True)
-    with pytest.raises(InputError, match=r"^max_lenght: unknown argument"):
+    with pytest.raises(InputError, match=r"^max_lenght: not an argument of lm-eval"):
         MultilinLM(str(folder), max_lenght=3)
 
 

@@ -189,7 +189,7 @@ def test_a_state_goes_with_its_own_model(
         (["--prompt-file", "nowhere.txt"], "--prompt-file: given together with --prompt; give one of them"),
         (
             ["--num-beams", "2", "--save-state", "x"],
-            "--save-state: given, but --num-beams 2 keeps no state; use --num-beams 1",
+            "--save-state: given, but beam search (--num-beams 2) keeps no state; use --num-beams 1",
         ),
         (["--tenperature"], "--tenperature: unknown flag; did you mean '--temperature'?"),
     ],

@@ -38,7 +38,7 @@ Call = Callable[..., str]
         (["train", "--training.max_steps", "0"], "training.max_steps: 0 given, but it should be at least 1"),
         (["train", "--model.options.num_haeds", "2"], "model.options.num_haeds: unknown field; did you mean"),
         (["train", "demoo"], "recipe: 'demoo' is neither a YAML file, the folder of a run, nor a built-in recipe"),
-        (["train", "--data.mix", "[1]"], "--data.mix: '[1]' given, but it should be a JSON object of names to a"),
+        (["train", "--data.mix", "[1]"], "--data.mix: '[1]' given, but it should be a JSON object that maps names to"),
         (["compare", "--task", "mqar", "--task", "copy"], "--task: 'mqar' and 'copy' given, but --task takes one"),
         (["train", "--model.options.window", "4", "--model.options.window=8"], "--model.options.window: 4 and 8 given"),
         (["convert", "fastfomer", "a", "b"], "KIND: 'fastfomer' given, but it should be fastformer or leap"),

@@ -527,7 +527,7 @@ def test_a_mixture_reads_prepared_texts_of_one_tokenizer(tmp_path: Path) -> None
     starts = mixed.validation.document_starts
     assert (mixed.validation.tokens[starts] == mixed.validation.description.start_token_id).all()
     assert open_mixture({a: 2.0, b: 1.0}).identity == mixed.identity != open_mixture({a: 1.0, b: 1.0}).identity
-    with pytest.raises(InputError, match="must both have tokens of one tokenizer"):
+    with pytest.raises(InputError, match="must both have the same tokenizer"):
         open_mixture({a: 1.0, bpe: 1.0})
     given = DataRecipe(mix={a: 1.0, str(tmp_path / "c"): 1.0})
     with pytest.raises(InputError, match=r"data.mix: '.*c' holds no manifest.json"):

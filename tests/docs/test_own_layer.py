@@ -1,4 +1,4 @@
-"""The examples of README and docs/own-layer.md are architectures: they keep the contract."""
+"""The examples of README and docs/own-layer.md run; the complete architecture keeps the contract."""
 
 import dataclasses
 import importlib.metadata
@@ -48,39 +48,36 @@ PROGRAMS = [
     for page in (ROOT / "README.md", ROOT / "docs" / "own-layer.md")
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 ]
-README, OWN, NAME = "gated_average", "ema", "gated_mean"
+README, OWN, NAME = "README", "ema", "gated_mean"
 FILES = dict(zip((README, OWN, NAME), PROGRAMS, strict=True))
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Architecture]]:
-    """The architectures of the page's files, as saved under their names."""
-    found = {}
-    for name, text in ((README, FILES[README]), (NAME, FILES[NAME])):
-        path = tmp_path_factory.mktemp("architectures") / f"{name}.py"
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        found[name] = module.architecture
-    yield found
-    for name in found:
-        del sys.modules[name]
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Architecture]:
+    """The architecture of the page's file, as saved under its name."""
+    path = tmp_path_factory.mktemp("architectures") / f"{NAME}.py"
+    path.write_text(FILES[NAME])
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module.architecture
+    del sys.modules[NAME]
 
 
 @pytest.fixture(autouse=True)
-def example(written: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch) -> Architecture:
+def example(written: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
     monkeypatch.setattr(base, "_registry", dict(base._registry))
-    for architecture in written.values():
-        register(architecture)
-    return written[NAME]
+    register(written)
+    return written
 
 
-@pytest.fixture(params=["default", "one head", README])
+@pytest.fixture(params=["default", "one head"])
 def case(request: pytest.FixtureRequest, example: Architecture) -> dict:
-    if request.param == README:
-        return {"architecture": request.param, "options": {}}
     return {"architecture": NAME, "options": dict({"default": {}, **example.variants}[request.param])}
+
+
+def test_readme_and_page_have_the_same_file() -> None:
+    assert FILES[README] == FILES[OWN]
 
 
 def test_the_module_of_the_page_runs_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

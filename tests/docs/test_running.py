@@ -49,9 +49,11 @@ ELSEWHERE = {  # what a command begins with or holds, as a regular expression, t
     r"--tasks lambada|--tasks \w*hellaswag|pretrained=": "downloads a task of lm-eval; tests/analysis runs local ones",
     r"\w_mean\b": "is saved into the package; tests/docs/test_own_layer.py runs it",
 }
+# A file that the commands of a page use.
+SAVED = r"[Ss]ave this(?: file)? as `(\w+\.py)`[^`]*\n```python\n(.*?)```"
 UNTRIED = {  # the same for programs in Python: a line of theirs
     "docs/tutorial.md": "tests/docs/test_tutorial.py runs the notebook",
-    "docs/own-layer.md": "tests/docs/test_own_layer.py runs the file",
+    "docs/own-layer.md": "tests/docs/test_own_layer.py runs the files",
     "train_on_ray": "needs a cluster of Ray; tests/training runs it",
     "someone/": "loads from the hub; tests/export/test_publish.py loads such a folder",
     "parameter_groups(model": "continues a program of the reader",
@@ -96,6 +98,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Base]:
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FORKS": str(folder / "socket"),
         "PYTHONPATH": f"{ROOT / 'src'}", "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUNTIME": str(folder / "runtime"),
+        "XDG_CONFIG_HOME": str(folder / "config"),
     }  # fmt: skip
     write_texts(folder)
     curl = f'#!/bin/sh\nexec {shutil.which("curl")} --fail-with-body --no-progress-meter "$@"\n'
@@ -156,7 +159,7 @@ def stand_ins(page: Path) -> dict[str, str]:
     """What a page's commands and programs read and do not make themselves, to what is copied there."""
     found, made = {"my-books": "my-books"}, set()
     for words in itertools.chain.from_iterable(words_of(page, block) for block in blocks(page)):
-        read = [word for before, word in zip(["", *words[:-1]], words, strict=True) if before not in WRITTEN]
+        read = [word for before, word in itertools.pairwise(["", *words]) if before not in WRITTEN]
         for name in re.split(r"[=,{}: \"']+", " ".join(read)):
             source = next((source for pattern, source in STAND_INS.items() if fnmatch(name, pattern)), None)
             is_made = not made.isdisjoint(map(str, [Path(name), *Path(name).parents]))
@@ -237,6 +240,8 @@ def test_the_commands_run(page: Path, base: Base, tmp_path: Path) -> None:
             copy(base.folder / source, tmp_path / name)
         if (base.folder / f"{source}.checkpoints").is_dir():
             shutil.copytree(base.folder / f"{source}.checkpoints", tmp_path / f"{name}.checkpoints", dirs_exist_ok=True)
+    for name, text in re.findall(SAVED, page.read_text(encoding="utf-8"), re.DOTALL):
+        (tmp_path / name).write_text(text)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(base.folder / "bin")
     (tmp_path / "page.sh").write_text(script(page, free_port()))

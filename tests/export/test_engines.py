@@ -106,7 +106,7 @@ def test_what_is_too_long_is_refused_before_work(exports: Exports) -> None:
         engine.read(state, [[1] * (N_POSITIONS + 1)])
     sequence = Sequence(engine.new_state())
     engine.read(sequence.state, [[1]])
-    with pytest.raises(InputError, match="has no token left to read"):
+    with pytest.raises(InputError, match="has already read all tokens of the state"):
         generate(engine, codec, "", sequence=sequence)
 
 

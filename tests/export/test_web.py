@@ -224,7 +224,7 @@ def test_runtime_that_is_missing_of_another_version_or_changed(tmp_path: Path, m
         web.read_runtime(tmp_path)
     for name in web.RUNTIME_FILES:
         (tmp_path / name).write_text("/*!\n * ONNX Runtime Web v1.2.3\n */\n")
-    with pytest.raises(InputError, match=f"not of onnxruntime-web {web.RUNTIME_VERSION}"):
+    with pytest.raises(InputError, match=f"does not hold onnxruntime-web {web.RUNTIME_VERSION}"):
         web.read_runtime(tmp_path)
     package = tmp_path / "onnxruntime-web" / "-" / f"onnxruntime-web-{web.RUNTIME_VERSION}.tgz"
     package.parent.mkdir(parents=True)

@@ -128,7 +128,7 @@ def test_every_name_makes_a_model_of_the_asked_sizes(name: str) -> None:
             {"options": {"num_heads": 16, "rescale": 10.0}},
             "num_heads: 16 given, but heads",
         ),
-        ("tscale", {"hidden_size": 18}, "head_size: none given, which makes it 18, but it must"),
+        ("tscale", {"hidden_size": 18}, "head_size: none given, so it is 18, but it must"),
         ("tscale", {"final_norm_tile": 5}, "final_norm_tile: 5 given, but it must divide the hidden size 16"),
         ("additive", {"final_norm_tile": 8}, "final_norm_tile: 8 given, but only tile_norm has tiles"),
         (

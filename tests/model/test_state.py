@@ -69,7 +69,7 @@ def test_the_state_of_another_architecture_is_refused(model) -> None:
     num_layers = len(model.config.layers)
     other = create_model("mingru", hidden_size=8, num_layers=num_layers, vocab_size=13, n_positions=64).eval()
     for reader in (model, model.generate):
-        with pytest.raises(InputError, match="the state of another model; its layer is mingru of width 8"):
+        with pytest.raises(InputError, match="the state belongs to another model: it has a layer of mingru of width 8"):
             reader(torch.tensor([[1, 2]]), past_key_values=read(other, [1]))
 
 

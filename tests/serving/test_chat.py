@@ -246,7 +246,7 @@ def test_a_state_from_a_file_is_no_answer_to_drop(
     assert talk(place, "one", f"/save {file}", flags=flags)[0] == 0
     status, _, notes = talk(place, "/rewind", flags=(*flags, "--state", str(file)))
     assert status == 2
-    assert "/rewind: 1 given, but 0 answers came after the given state" in notes
+    assert "/rewind: 1 given, but 0 answers came after the state of --state" in notes
     again = talk(place, "two", "/rewind", "two", flags=(*flags, "--state", str(file)))[1]
     assert again == 2 * talk(place, "two", flags=(*flags, "--state", str(file)))[1]
 

@@ -171,7 +171,7 @@ def test_page_by_keyboard_on_a_dark_phone_and_a_stopped_turn_is_kept(start: Star
     page.evaluate("document.getElementById('sampling').open = true")
     page.click("#read")  # this server was given no model to show
     page.wait_for_selector("#message.error")
-    assert "an export has no weights to show" in page.inner_text("#message")
+    assert "an exported model cannot show the weights of its layers" in page.inner_text("#message")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(251, 250, 247)"
     assert page.evaluate("getComputedStyle(document.body).color") == "rgb(232, 230, 225)"

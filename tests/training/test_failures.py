@@ -346,7 +346,9 @@ def test_a_process_that_ends_before_the_first_step_is_one_sentence(
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     monkeypatch.setattr("multilin.training.loop.read_data", lost)
-    with pytest.raises(TrainingFailed, match=r"stopped because another process of it has ended; no checkpoint was"):
+    with pytest.raises(
+        TrainingFailed, match=r"stopped because another process of the run has ended; no checkpoint was"
+    ):
         train(tiny(tmp_path / "run"))
 
 

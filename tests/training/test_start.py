@@ -190,7 +190,9 @@ def test_a_start_is_taken_out_of_a_run_with_its_hash(tune: Tiny, uninterrupted: 
 
 def test_another_tokenizer_is_refused(tune: Tiny, uninterrupted: RunResult, words: Path, tmp_path: Path) -> None:
     start = tune(uninterrupted.output, tmp_path).model
-    with pytest.raises(InputError, match=r"model\.start: the model in .* was trained with another tokenizer"):
+    with pytest.raises(
+        InputError, match=r"model\.start: the model in .* has another tokenizer than the text to train on"
+    ):
         load_start(start.start, start.start_hash, load_tokenizer(str(words)))
 
 

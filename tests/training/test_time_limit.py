@@ -89,7 +89,7 @@ def test_at_a_steady_speed_the_rates_are_those_of_a_run_of_as_many_steps(
 def test_the_clock_stands_still_between_two_sittings(tiny: Tiny, tmp_path: Path, clock: Clock) -> None:
     recipe = timed(tiny(tmp_path / "run"), 3)
     clock.stop_after = 30
-    with pytest.raises(TrainingInterrupted, match=r"stopped after step 30, \d\d % of the run; its"):
+    with pytest.raises(TrainingInterrupted, match=r"stopped after step 30, \d\d % of the run; the checkpoint is saved"):
         train(recipe, before_step=clock.pass_step, began=0.0)
     used, clock.stop_after = clock.now, None
     clock.now = began = used + 1000

@@ -144,7 +144,7 @@ def test_the_folder_holds_a_card_a_plot_and_nothing_pickled(result: RunResult) -
 
 def test_the_card_names_the_tokenizer(result: RunResult, tmp_path: Path) -> None:
     """A task, as prepared text, comes with its own, whatever the recipe trained for another text."""
-    for changes, name in (({}, "byte"), ({"data.source": "task:mqar"}, "the text's own")):
+    for changes, name in (({}, "byte"), ({"data.source": "task:mqar"}, "part of the data")):
         write_card(resolve_recipe(load_recipe(result.output, changes)), result, tmp_path / "card.md")
         assert f"| Tokenizer | {name}, 258 entries |" in (tmp_path / "card.md").read_text()
 

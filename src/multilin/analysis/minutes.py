@@ -265,7 +265,7 @@ class _Picker:
         return list(found.values())
 
     def _vocabulary(self, most: float) -> int:
-        """The largest of VOCABULARIES up to `most`; if all are larger, the bytes if allowed, else the smallest."""
+        """The largest of VOCABULARIES up to `most`; if all are larger, single bytes if allowed, else the smallest."""
         fewest = BYTE_VOCAB_SIZE if self._is_bytes_allowed else VOCABULARIES[0]
         return max((size for size in VOCABULARIES if size <= most), default=fewest)
 
@@ -334,7 +334,7 @@ class _Picker:
         return load_recipe(self.name, {**self.changes, "training.max_steps": most}, self._kept(values))
 
     def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values without those that would replace a choice of the user."""
+        """The values, without fields that the user has chosen."""
         left_out = []
         if self._has_tokenizer:
             left_out += ["tokenizer"]

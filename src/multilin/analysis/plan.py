@@ -235,8 +235,9 @@ def sent_bytes(way: str, layers: int, rest: int, devices: int, *, passes: int = 
     """Bytes that each device sends in one step.
 
     For P bytes of float32 parameters, each of N devices sends P (N - 1) / N bytes in a reduce-scatter or all-gather. An
-    all-reduce does both. A number takes 4 bytes, or 1.03 with communication int8. In every pass, FSDP gathers each
-    layer twice, before its forward and its backward pass, gathers other parameters once, and reduces all gradients.
+    all-reduce consists of both. A number takes 4 bytes, or 1.03 with communication int8. In every pass, FSDP gathers
+    each layer twice, before its forward and its backward pass, gathers other parameters once, and reduces all
+    gradients.
 
     Args:
         way: `ddp`, `int8` or `fsdp`.

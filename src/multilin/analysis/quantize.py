@@ -72,6 +72,6 @@ def _check(run: Run) -> None:
             f"run: {run.folder} holds a {type(run.model).__name__}; only models of multilin can be rounded to int8"
         )
     if run.model.arithmetic.stored_as_int8:
-        raise InputError(f"run: the weights in {run.folder} are int8 already; give the run that they were rounded from")
+        raise InputError(f"run: the weights in {run.folder} are int8 already; give the run before rounding")
     if next(matrix_modules(run.model.model.layers), None) is None:
         raise InputError(f"run: the layers of {run.folder} have no matrices to round to int8")

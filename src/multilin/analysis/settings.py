@@ -11,9 +11,9 @@ class EvaluationSettings:
     """The text that a model is scored on."""
 
     source: bounds.PathText | None = None  # corpus, file, folder, glob or hub dataset; else the run's validation text
-    max_tokens: bounds.Tokens | None = None  # score about this many tokens, evenly spread (--long: the first); else all
+    max_tokens: bounds.Tokens | None = None  # number of tokens to score, evenly spread (--long: the first); else all
     batch_size: bounds.Batch = 8  # blocks in one forward pass
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # invalid UTF-8: an error, or replaced by U+FFFD
 
 
@@ -33,7 +33,7 @@ class PlanSettings:
 
     devices: bounds.Count = 1  # devices that train together
     kind: Literal["here", "cpu", "h200", "a100"] = "here"  # kind of device: this machine, its CPU, or a GPU
-    efficiency: bounds.Share | None = None  # share of peak speed that training reaches; default: measured here, or 0.4
+    efficiency: bounds.Share | None = None  # share of peak speed in training; default: measured here, else 0.4
     price: bounds.Positive | None = None  # price of one device for one hour
 
 

@@ -54,7 +54,7 @@ class AdditiveShared(LayerOptions):
     """Options that all layers of a model share."""
 
     num_heads: Multiple = 4  # number of heads; it must divide the hidden size
-    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # where norms are; head_norm: as in the released package
+    stabilizer: Literal["mid_norm", "head_norm"] = "mid_norm"  # place of the norms; head_norm: as in the package
     rescale: Positive | None = None  # largest logit with head_norm; null is 15
     dropout: Fraction = 0.1  # dropout of poolings and feed-forward in training
 
@@ -70,7 +70,7 @@ class AdditiveOptions(AdditiveShared):
 class AdditivePreset(AdditiveShared):
     """Options of a whole model."""
 
-    windows: Windows = "doubling"  # doubling (4, 8, ..., global), package (global, 4, ..., global), global, k or a list
+    windows: Windows = "doubling"  # doubling (4, 8, ..., global), package (global, 4, ...), global, one size or a list
 
 
 class AdditiveState(NamedTuple):

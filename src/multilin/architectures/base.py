@@ -137,7 +137,7 @@ def register(architecture: Architecture) -> None:
 
 
 def adopt(architecture: Architecture) -> None:
-    """Make an architecture from a user's file known by its permanent name; `architectures` does not list it."""
+    """Make an architecture from a user's file known by its permanent name; `architectures` does not list the file."""
     _own[architecture.name] = architecture
 
 

@@ -15,7 +15,8 @@ State: each head keeps the matrix S and the last three inputs of the convolution
 
 When to use: Gated DeltaNet can look up single earlier tokens with a state of fixed size. If a key occurs again, its new
 value replaces the stored value. A matrix holds as many pairs of key and value as a key has numbers; further pairs
-disturb them. The state is much larger than ELiTA's, and training computes several products for each chunk of 64 tokens.
+disturb the stored pairs. The state is much larger than ELiTA's, and training computes several products for each chunk
+of 64 tokens.
 """
 
 import math
@@ -36,7 +37,7 @@ from multilin.settings.bounds import Multiple, Width
 EPS = 1e-6  # added to mean squares and squared lengths
 DECAYS, STEPS = (0.01, 16.0), (1e-3, 0.1)  # ranges of the initial A (uniform) and softplus(d) (log-uniform)
 MEANING = (
-    "A weight is the factor of the token's values in what the head reads: how well query and key fit, reduced by decay "
+    "A weight is the factor of the token's values in the head's result: how well query and key fit, reduced by decay "
     "and by later tokens with similar keys. It may be negative, and is no share."
 )
 
@@ -48,8 +49,8 @@ class GatedDeltaNetOptions(LayerOptions):
     num_heads: Multiple = 4  # number of heads; it must divide the hidden size
     value_size: Width | None = None  # width of a head's values; null is hidden size / heads
     decays: bool = True  # multiply the matrix by the gate a at every token
-    corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to it
-    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values reads; null: none
+    corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to this value
+    convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values reads; null: not used
     output_gate: bool = True  # multiply the result by a gate that the current token computes
 
 

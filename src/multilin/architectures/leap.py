@@ -60,7 +60,7 @@ class LeapOptions(LeapShared):
 class LeapPreset(LeapShared):
     """Options of a whole model."""
 
-    windows: Windows = "package"  # package (global, 4, 8, 16, repeated), global, k, or a list
+    windows: Windows = "package"  # package (global, 4, 8, 16, repeated), global, one size or a list
 
 
 class LeapAttention(Reader):

@@ -10,9 +10,9 @@ weights are the same for every text. A layer is this mixing and an optional feed
     feed_forward      "none", "linear" (A x + a), "gelu" (A_2 gelu(A_1 x + a_1) + a_2)
 
 With norms, a GELU feed-forward and several layers, the model is the masked mixer. With linear mixing, a linear
-feed-forward or none, and no norm, the whole model is one linear map: a matrix over tokens and a triangle over
-positions. `compose` in `multilin.inference.rollout` computes this map. `multilin rollout` computes many outputs of such
-a model in parallel.
+feed-forward or none, and no norm, the whole model is one linear map: one matrix maps input tokens to output tokens, and
+a lower-triangular matrix maps input positions to output positions. `compose` in `multilin.inference.rollout` computes
+this map. `multilin rollout` computes many outputs of such a model in parallel.
 
 State: each mixing keeps all inputs that it has read, in a buffer of n_ctx rows. A text cannot be longer than n_ctx.
 Texts cannot share a row of a batch: weights belong to absolute positions.
@@ -91,7 +91,7 @@ class Triangle(ParameterHolder, Reader):
         if layout.padding_BT is not None:
             weights_BTS = weights_BTS.masked_fill(layout.padding_BT[:, None, :], 0.0)
         meaning = (
-            "A weight is the learned number c[t, j] between the two positions. It may be negative, is not a share, and "
+            "A weight is the learned number c[t, j] for this pair of positions. It may be negative, is no share, and "
             "does not depend on the text."
         )
         return Reading(meaning, weights_BTS[:, None], 0, None, is_share=False)

@@ -70,10 +70,12 @@ class MinGru(Reader):
 
 def _reading(pairs_BT2E: Tensor, where: dict[str, Any], *, has_convolution: bool) -> Reading:
     weights_BTS, null_BT = linear_recurrence_weights(pairs_BT2E, **where)
-    made = ", and a convolution makes the candidate of the token and the three before it" if has_convolution else ""
+    made = (
+        " A convolution computes a candidate from the token and the three tokens before it." if has_convolution else ""
+    )
     meaning = (
-        "A weight is the share of the token's candidate in the state, as the mean over the channels; the rest is "
-        f"the share of the zero state before the text{made}."
+        "A weight is the share of the token's candidate in the state, averaged over the channels; the remaining share "
+        f"belongs to the zero state before the text.{made}"
     )
     return Reading(meaning, weights_BTS[:, None], 0, None, null_BHT=null_BT[:, None])
 

@@ -7,10 +7,10 @@ before t:
     A_t      = N( sum_j softmax_j(logit) V x_j )        X_t = N(K x_t)        both of width ttdim
     state_t += C . [ A_t,i * X_t,(i xor b) ]            i < ttdim, b < 16      C: 16 ttdim -> D
 
-The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so each number has 16 products instead of ttdim
-(`value_size`). With `query_on: current`, QK and QV swap roles: N(QK x_t) . (QV x_j). At the first token, A_t = 0. Only
-the decay encodes positions. The layers cycle through six settings of (slope, hyper, window): (0, 6.6, 64), (0, 0,
-wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
+The pairs (i, i xor b) are all pairs inside aligned blocks of 16, so each number is multiplied with 16 numbers, not with
+all `value_size` numbers (ttdim in the formulas). With `query_on: current`, QK and QV swap roles: N(QK x_t) . (QV x_j).
+At the first token, A_t = 0. Only the decay encodes positions. The layers cycle through six settings of (slope, hyper,
+window): (0, 6.6, 64), (0, 0, wide), (0, 13.3, 64), (0.25, 0, 64), (0, 20, 64), (0.5, 0, 64).
 
 State: each layer keeps keys and values of the last `window` tokens, in float32, with a flag that marks filled entries.
 
@@ -41,8 +41,8 @@ class ThreeLinShared(LayerOptions):
     query_size: Width | None = None  # width of QK x and QV x; null is half the hidden size
     value_size: Width | None = None  # ttdim, width of V x and K x, a multiple of the block; null is the hidden size
     block: Multiple = 16  # products per number in the combiner, a power of two
-    query_on: Literal["past", "current"] = "past"  # the normalised QK maps past tokens or the current one
-    scale: Factor | None = None  # factor on the logits; null is 1 / sqrt(query size); the document has 1
+    query_on: Literal["past", "current"] = "past"  # tokens that the normalised QK maps: past or current
+    scale: Factor | None = None  # factor on the logits; null is 1 / sqrt(query size); the document uses 1
     learn_decay: bool = False  # train slope and hyper
 
 

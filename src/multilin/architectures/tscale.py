@@ -11,14 +11,14 @@ on. Let x = N(state). Each layer computes all lines but the last; the model comp
     state   += lin(F, relu(N(lin(E, N(state)))))
     logits   = lin(W, N(state)) + bias                                     bias: log of the token counts, or none
 
-Widths: the first layers (an even number, about a sixth of all layers) read only the previous token. Then narrow layers
-(64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the original code.
+Window widths: the first layers (an even number, about a sixth of all layers) read only the previous token. Then narrow
+layers (64 tokens, slope 0.5) and full layers alternate. An odd number of layers is rounded up, as in the original code.
 
 State: each layer keeps keys and values of the last `width` tokens, in float32, with a flag that marks filled entries.
 
 When to use: TScale can look up recent tokens exactly, as a Transformer does, with a bounded state. At least half of the
 layers read at most 64 tokens; the others read at most the training length. The norms and the unit variance of the
-weights are meant for training in int8. Here, only linear and masked mixers have a larger state.
+weights are meant for training in int8. Of multilin's architectures, only linear and masked mixers have a larger state.
 """
 
 import math
@@ -43,11 +43,11 @@ class TScaleShared(LayerOptions):
     """Options that all layers of a model share."""
 
     num_heads: Multiple | None = None  # number of heads; null is hidden size / head size
-    head_size: Width | None = None  # a multiple of 4 (of 64 above 64); null: hidden size / heads, or at most 128
+    head_size: Width | None = None  # a multiple of 4 (of 64 if above 64); null: hidden size / heads, else at most 128
     expansion: Multiple = 1  # width of the feed-forward, in multiples of the width of all heads
     rotary_base: Positive = 500_000.0  # base of the rotary frequencies
     scale: Factor | None = None  # factor on the logits; null is 0.5 / sqrt(head size)
-    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear: lin(C, [u, a]), for comparisons; not in TScale
+    combiner: Literal["bilinear", "linear"] = "bilinear"  # linear is lin(C, [u, a]), for comparisons; not in TScale
 
     def tile(self, hidden_size: int) -> int:
         """Width of a head."""
@@ -72,7 +72,7 @@ class TScaleOptions(TScaleShared):
 class TScalePreset(TScaleShared):
     """Options of a whole model."""
 
-    widths: Literal["schedule", "full"] = "schedule"  # full: every layer is full, for comparisons; not in TScale
+    widths: Literal["schedule", "full"] = "schedule"  # window widths; full gives every layer full_width (not in TScale)
     full_width: PastWindow | None = None  # width of the full layers; null is the training length
 
 
@@ -116,7 +116,7 @@ class TScaleLayer(Layer):
         head_size = options.tile(hidden_size)
         if hidden_size % head_size or head_size % (BLOCK if head_size <= 64 else 64):
             needed = f"divide the hidden size {hidden_size} and be a multiple of 4, or of 64 if it is above 64"
-            given = f"{head_size} given" if options.head_size else f"none given, which makes it {head_size}"
+            given = f"{head_size} given" if options.head_size else f"none given, so it is {head_size}"
             raise InputError(f"head_size: {given}, but it must {needed}")
         self.norm = TileNorm(head_size)
         self.attention = TScaleAttention(hidden_size, head_size, options)

@@ -43,7 +43,7 @@ class ChatArguments:
     system: Prose | None = None  # instructions that the model reads before the first message
     state: PathText | None = None  # continue from the state in this file
     session: Name | None = None  # continue this session of the server
-    api_key: str | None = None  # key of the server; safer in the environment variable MULTILIN_API_KEY
+    api_key: str | None = None  # key of the server; the environment variable MULTILIN_API_KEY is safer
     engine: EngineName = "auto"  # engine if TARGET is a folder; see `multilin generate --help`
 
 
@@ -128,7 +128,7 @@ class _Talk:
         print(flush=True)
 
     def command(self, name: str, value: str = "") -> bool:
-        """Run a command such as /fork; False ends the conversation."""
+        """Run a command such as /fork; return False if the conversation ends."""
         commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork, "/switch": self._switch, "/rewind": self._rewind, "/save": self._save,
             "/help": lambda _: print(HELP, file=sys.stderr),
@@ -154,7 +154,9 @@ class _Talk:
     def _rewind(self, value: str) -> None:
         number = _number("/rewind", value or "1", 10**6, "a number of answers")
         if self.begins_with_state and number > (answers := self.answers[self.place]):
-            raise InputError(f"/rewind: {number} given, but {plural(answers, 'answer')} came after the given state")
+            raise InputError(
+                f"/rewind: {number} given, but {plural(answers, 'answer')} came after the state of --state"
+            )
         self.current.rewind(number)
         self.answers[self.place] = max(0, self.answers[self.place] - number)
 
@@ -193,7 +195,7 @@ def _check(arguments: ChatArguments, settings: GenerationSettings) -> bytes | No
 
 @contextlib.contextmanager
 def _opened(arguments: ChatArguments, settings: GenerationSettings, state: bytes | None) -> "Iterator[Conversation]":
-    """Open the first branch of a conversation; when the block ends, close the client and a folder's server."""
+    """Open the first branch of a conversation; when the block ends, close the client, and the server of a folder."""
     from multilin.serving.conversation import Conversation, connect
 
     with contextlib.ExitStack() as stack:

@@ -36,7 +36,7 @@ class ExportArguments:
     run: PathText  # folder of a trained model
     output: PathText | None = None  # folder to write; RUN-onnx or RUN-web if not given
     format: Literal["onnx", "web"] = "onnx"  # graphs for ONNX Runtime, or a page that runs the graphs in a browser
-    precision: Literal["float32", "8bit", "4bit"] | None = None  # precision of the matrices; 8bit for web, else float32
+    precision: Literal["float32", "8bit", "4bit"] | None = None  # of the matrices; default: 8bit for web, else float32
     runtime: PathText | None = None  # folder with the files of onnxruntime-web; fetched from npm if not given
 
 

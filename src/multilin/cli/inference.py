@@ -100,7 +100,9 @@ def _search(
     """Generate text with beam search, in PyTorch."""
     for name, given in (("state", arguments.state), ("save-state", arguments.save_state)):
         if given is not None:
-            raise InputError(f"--{name}: given, but --num-beams {settings.num_beams} keeps no state; use --num-beams 1")
+            raise InputError(
+                f"--{name}: given, but beam search (--num-beams {settings.num_beams}) keeps no state; use --num-beams 1"
+            )
     if arguments.engine == "onnx":
         raise InputError(f"num_beams: {settings.num_beams} given, but only the engine torch has beam search")
     check_run_files(arguments.run)
@@ -162,7 +164,7 @@ def _print_rollout(result: "RolloutResult") -> None:
         console.print(f"{name:11}{1e3 * way.seconds:10.2f} ms  {text}", soft_wrap=True, markup=False)
     console.print(
         f"\n{plural(result.num_steps, 'output')} after {plural(result.num_prompt_tokens, 'token')} in "
-        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast; both outputs differ by at most "
+        f"{result.dtype}: parallel is {result.speedup:.1f} times as fast; the two outputs differ by at most "
         f"{result.largest_difference:.1e} (relative)",
         soft_wrap=True,
     )

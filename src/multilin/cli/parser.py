@@ -156,7 +156,7 @@ def _accepted(hint: Any) -> str:
     if origin is list:
         return f"a list of {_accepted(parts[0])}"
     if origin is dict and parts[1] is not Any:
-        return f"a JSON object of names to {_accepted(parts[1])}"
+        return f"a JSON object that maps names to {_accepted(parts[1])}"
     words = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "null", str: "a text"}
     return words.get(hint, 'a JSON object such as {"num_heads": 8}')
 

@@ -25,7 +25,7 @@ class ServeArguments:
     run: PathText  # folder of a trained or exported model
     host: Name = "127.0.0.1"  # address to listen on; needs a key if other machines can reach it
     port: Port = 8000  # port to listen on; 0 takes a free port
-    api_key: str | None = None  # key that requests must send, or several with commas between; safer in MULTILIN_API_KEY
+    api_key: str | None = None  # key that requests must send; separate several by commas; MULTILIN_API_KEY is safer
     insecure: bool = False  # let other machines send requests without a key
     cors: str | None = None  # origins of web pages that may call the server, separated by commas: https://example.org
     name: Name | None = None  # name of the model for clients; the folder's name if not given
@@ -69,7 +69,7 @@ def _check(arguments: ServeArguments) -> list[str]:
 
 
 def _origin(text: str) -> str:
-    """The origin of a page as browsers send it, in lower case and without the default port; `*` stands for any."""
+    """The origin of a page as browsers send it, in lower case and without the default port; `*` means any."""
     if text == "*":
         return text
     with contextlib.suppress(ValueError):

@@ -62,7 +62,8 @@ class TextReader:
 def _special_tokens_in_text(tokenizer: Tokenizer) -> list[str]:
     """The special tokens, if the tokenizer's model may produce special tokens from a text that spells them.
 
-    Unigram models may. BPE cannot, since it joins single characters by merges, and no merge gives a special token.
+    A unigram model may produce them. BPE cannot, since it joins single characters by merges, and no merge gives a
+    special token.
     """
     model = tokenizer.model
     if isinstance(model, models.BPE) and not model.ignore_merges:

@@ -84,8 +84,8 @@ class ChatTemplate:
     """Turns messages into tokens by a chat template. Control tokens come from the template, never from a message.
 
     Control tokens are the special tokens, and all other added tokens that the template writes around messages. While
-    the template is rendered, characters of messages are marked: `MARK` is put before a character, or another half
-    surrogate replaces it. So a control token that a message spells is read as text.
+    the template is rendered, characters of messages are marked: either `MARK` is put before a character, or another
+    half of a surrogate pair replaces the character. So a control token that a message spells is read as text.
 
     Attributes:
         special: the texts of special tokens.
@@ -142,7 +142,9 @@ class ChatTemplate:
             text = self._render(marked, prompt)
             if self.plain(text) == self._render(messages, prompt):
                 return text
-        raise InputError("messages: a message spells a control token that the chat template looks for; change it")
+        raise InputError(
+            "messages: a message spells a control token that the chat template looks for; change the message"
+        )
 
     def plain(self, text: str) -> str:
         """A text from `render` without marks."""
@@ -219,8 +221,8 @@ class ConversationEncoder:
     def encode(self, messages: list[Message], where: str) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
 
-        An answer is the text that the template adds after the prompt, encoded as a text that follows the prompt. So
-        in training a model continues exactly the same tokens as in use.
+        An answer is the text that the template adds after the prompt, encoded as a text that follows the prompt. So in
+        training a model continues exactly the same tokens as in generation.
 
         Raises:
             InputError: the template fails or writes no answers, or a message spells a special token.

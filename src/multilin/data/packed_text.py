@@ -56,8 +56,8 @@ class Description:
     pad_token_id: int
     tokenizer_hash: str
     is_chat: bool = False  # whether the documents are conversations, of which only answers are scored
-    summary: _Printable = ""  # of a validation text: which part of the source it is, in words
-    num_cut: int = 0  # of a validation text: documents of which it has only the end
+    summary: _Printable = ""  # for a validation text: which part of the source it is, in words
+    num_cut: int = 0  # for a validation text: number of documents of which only the end is in it
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
@@ -405,7 +405,7 @@ class _Writer:
 
     def add_conversation(self, document: Document, conversations: ConversationEncoder) -> NDArray[np.bool_]:
         """Write a conversation; return for each of its tokens whether the token belongs to an answer."""
-        assert document.messages is not None, "texts and conversations are not packed together"
+        assert document.messages is not None, "texts and conversations cannot be packed together"
         ids, is_answer = conversations.encode(document.messages, document.name)
         if ids[0] not in (self._start, self._tokenizer.bos_token_id):  # a template may write the start token itself
             ids, is_answer = [self._start, *ids], [False, *is_answer]
@@ -439,7 +439,7 @@ class _Writer:
         if self._unknown:
             warnings.warn(
                 f"{self._unknown} of {self._num_tokens} tokens are {self._tokenizer.unk_token}: the tokenizer cannot "
-                "spell this text, so losses and bits per byte are too low to compare",
+                "spell this text, so losses and bits per byte are too low and cannot be compared",
                 stacklevel=2,
             )
         starts, sizes = np.concatenate(self._starts), np.array(self._bytes, dtype=np.int64)

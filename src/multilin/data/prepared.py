@@ -46,7 +46,7 @@ class Folder:
     """A folder of prepared text; the folder's name is relative to the manifest."""
 
     name: Annotated[str, StringConstraints(pattern=r"^(unfinished/)?[a-z]+(/[0-9]+-[0-9]+)?$")]
-    files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each
+    files: Annotated[dict[_FileName, _Sum], MaxLen(100)]  # SHA-256 of each file, by name
     description: Description | None  # the content of packed.json; None for the tokenizer
 
     def describe(self) -> Description:
@@ -61,8 +61,8 @@ class Manifest:
     """The content of manifest.json, the last file that a preparation writes."""
 
     format: Size
-    settings: Section  # all that decided the content, and the source's hash
-    num_documents: Size  # of training and validation text together
+    settings: Section  # all settings that determined the content, and the source's hash
+    num_documents: Size  # documents of training and validation text together
     num_tokens: Size
     num_bytes: Size  # UTF-8 bytes of the text
     tokenizer_hash: _Sum
@@ -296,9 +296,12 @@ def open_mixture(weights: Mapping[str, float], progress: Progress = no_progress)
     texts = {address: open_prepared("data.mix", address, progress) for address in weights}
     (first_name, first), *others = texts.items()
     for name, other in others:
-        for field, meaning in (("tokenizer_hash", "tokens of one tokenizer"), ("is_chat", "only texts, or only chats")):
+        for field, meaning in (
+            ("tokenizer_hash", "have the same tokenizer"),
+            ("is_chat", "be texts, or both be chats"),
+        ):
             if getattr(other.validation.description, field) != getattr(first.validation.description, field):
-                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} must both have {meaning}")
+                raise InputError(f"data.mix: {shown(first_name)} and {shown(name)} must both {meaning}")
     identity = hashlib.sha256(repr([(text.identity, weights[name]) for name, text in texts.items()]).encode())
     folder = cache_root() / "mixtures" / identity.hexdigest()[:32]
     make_once(folder, lambda unfinished: concatenate([text.validation for text in texts.values()], unfinished))

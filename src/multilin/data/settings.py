@@ -20,11 +20,11 @@ class DataRecipe:
     """The text."""
 
     source: PathText = "python-docs"  # corpus, file, folder, glob, hub dataset, prepared text, task (task:mqar)
-    mix: Mixture | None = None  # prepared texts (folder or address: weight) to read instead of the source
+    mix: Mixture | None = None  # prepared texts to read instead of the source, as {folder or address: weight}
     validation: PathText | None = None  # a second source to validate on; without one, a part of the source is set aside
     validation_fraction: Part = 0.05  # share of the text's bytes set aside for validation
     validation_part: Literal["all", "final", "tuning"] = "all"  # validate on all validation text, or on one half of it
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
     @property
@@ -42,7 +42,7 @@ class DataRecipe:
 class TokenizerRecipe:
     """The tokenizer, trained on the text or loaded."""
 
-    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # kind of tokenizer; null if the text comes with one
+    kind: Literal["bpe", "unigram", "byte"] | None = DEFAULT_KIND  # kind of tokenizer; null if the text has a tokenizer
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, fewer for little text
     path: PathText | None = None  # load this tokenizer (folder, tokenizer.json, hub name) instead of training one
 
@@ -57,7 +57,7 @@ class ShardSettings:
     kind: Literal["bpe", "unigram", "byte"] | None = None  # kind of tokenizer, bpe by default
     vocab_size: Vocabulary | None = None  # entries of a trained vocabulary; 4096 by default, fewer for little text
     validation_fraction: Part = 0.01  # share of the text's bytes set aside for validation
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
 
 
@@ -66,10 +66,10 @@ class TokenizerTrainArguments:
     """A tokenizer to train."""
 
     source: PathText  # text: a built-in corpus, a file, folder or glob, or a dataset of the Hugging Face hub
-    output: PathText  # folder to write it to
+    output: PathText  # folder to write the tokenizer to
     kind: Literal["bpe", "unigram", "byte"] = DEFAULT_KIND  # kind of tokenizer
     vocab_size: Vocabulary | None = None  # entries of the vocabulary; 4096 by default, fewer for little text
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     overwrite: bool = False  # replace the tokenizer in the output folder
 
@@ -81,6 +81,6 @@ class TokenizerShowArguments:
     tokenizer: PathText  # folder with a tokenizer.json, run folder, or name on the hub
     source: PathText | None = None  # count tokens and bytes of this text
     text: Prose | None = None  # show how the tokenizer cuts this text
-    text_field: str = "text"  # field or column that holds the text, in files of rows (not .txt and .md)
+    text_field: str = "text"  # field or column that holds the text of a row (not for .txt and .md)
     encoding_errors: Literal["strict", "replace"] = "strict"  # bytes that are not UTF-8: refuse, or replace by U+FFFD
     json: bool = False  # print JSON

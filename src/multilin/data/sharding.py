@@ -65,12 +65,12 @@ class PartRecord:
     """The progress of a part, which is the content of the part's file in `unfinished`."""
 
     num_documents: int = 0
-    num_null: int = 0  # rows left out
+    num_null: int = 0  # rows left out because their text is null
     is_done: bool = False
     num_rounds: int = 0
     train: list[Folder] = field(default_factory=list)
     validation: list[Folder] = field(default_factory=list)
-    num_cut: int = 0  # documents with parts on both sides
+    num_cut: int = 0  # documents of which training and validation text have a part each
 
     @classmethod
     def read(cls, store: Store, number: int) -> "PartRecord":
@@ -149,7 +149,7 @@ def prepare_shards(plan: ShardSettings, *, workers: int = 1, progress: Progress 
 
 @contextlib.contextmanager
 def _clean(store: Store, num_parts: int) -> Iterator[None]:
-    """Remove unfinished files of killed processes, and after bad input all files if no shard is complete."""
+    """Remove unfinished files of killed processes; after bad input, remove all files if no shard is complete."""
     for folder in ("", "train", UNFINISHED, f"{UNFINISHED}/validation"):
         if store.local is not None:
             remove_partials(store.local / folder)
@@ -292,7 +292,7 @@ class Packer:
         self._encoder = make_encoder(self._tokenizer)
 
     def pack(self, number: int) -> PartRecord:
-        """Pack the rest of a part."""
+        """Pack the documents of a part that are not packed yet."""
         record, left_out = PartRecord.read(self._store, number), Counter[str]()
         documents = itertools.islice(self._job.documents(number, left_out), record.num_documents, None)
         while not record.is_done:

@@ -41,7 +41,7 @@ class Census:
     num_bytes: int = 0
     sum_of_squares: int = 0
     is_chat: bool = False
-    longest: tuple[int, int, str] = (0, 0, "")  # size, hash and name of a document
+    longest: tuple[int, int, str] = (0, 0, "")  # size, hash and name of the longest document
 
     def add(self, document: Document) -> None:
         """Count a document."""
@@ -80,8 +80,9 @@ class Split:
         First, the largest documents are removed until `fraction` of the remaining bytes has room for `ENOUGH` average
         documents, and for the largest remaining document. Of each removed document, the end is set aside, unless the
         document is a conversation or very short. The other documents, in the order of their hashes, are set aside whole
-        as long as they fit into `fraction` of their total bytes. If this fills at most a tenth, the shortest other
-        document is set aside too, unless it is long and ends are set aside. Copies of a text are on the same side.
+        as long as they fit into `fraction` of their total bytes. If they fill at most a tenth of this fraction, the
+        shortest of the other documents is set aside too, unless it is long and ends of documents are set aside. Copies
+        of a text are on the same side.
 
         Raises:
             InputError: all documents are the same conversation or character.

@@ -32,7 +32,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """If a folder does not exist, create it and let `make` fill it; other processes wait for the folder meanwhile.
 
     Raises:
-        InputError: the folder cannot be written, or `make` fails. In both cases the folder does not exist.
+        InputError: the folder cannot be written, or `make` fails. After an error, the folder does not exist.
     """
     try:
         if folder.exists():

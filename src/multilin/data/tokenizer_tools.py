@@ -24,7 +24,7 @@ class TokenizerInfo:
     special_tokens: maps each role to its token.
     tokens, bytes, bytes_per_token: sizes of the source's text; None without a source.
     pieces: the part of the given text for each token; the joined parts are the text. If several tokens spell a
-        character, it belongs to the last of these tokens. None without a text.
+        character, it belongs to the last of these tokens. `pieces` is None without a text.
     """
 
     vocabulary: int

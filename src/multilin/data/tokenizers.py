@@ -139,7 +139,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 def trained_end(tokenizer: PreTrainedTokenizerFast, trained_hash: str) -> str | None:
     """The end-of-text token of an earlier tokenizer, from which `tokenizer` was made by adding tokens or none.
 
-    Added tokens have the highest ids, so they are left out one by one until the rest has the hash.
+    Added tokens have the highest ids, so they are left out one by one until the remaining tokenizer has this hash.
 
     Args:
         tokenizer: the present tokenizer.
@@ -228,7 +228,7 @@ def _trained(texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None) 
         for piece in pieces:
             sample.add(piece)
         warnings.warn(
-            "tokenizer: the text has too many different words for the memory, as a text without spaces does, so the "
+            "tokenizer: the text has too many different words for the memory, as is usual without spaces, so the "
             f"tokenizer is trained on {sample.kept / 1e6:.1f} of {sample.seen / 1e6:.1f} MB, spread over the text",
             stacklevel=2,
         )
@@ -382,6 +382,6 @@ def _check_hub(name: str) -> None:
 
 
 def _from_pretrained(path_or_name: str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in tokenizer.json; config.json is not read, since it may name foreign code as its model."""
+    """Load the tokenizer in tokenizer.json; config.json is not read, since it may name foreign code as the model."""
     with as_input_error(lambda reason: f"tokenizer: {shown(path_or_name)} cannot be loaded ({reason})"):
         return PreTrainedTokenizerFast.from_pretrained(path_or_name)

@@ -175,7 +175,7 @@ def read_runtime(folder: Path) -> dict[str, bytes]:
         raise InputError(f"--runtime: {short_path(folder)} holds no {' and '.join(RUNTIME_FILES)} of onnxruntime-web")
     files = {name: (place / name).read_bytes() for name in RUNTIME_FILES}
     if f"v{RUNTIME_VERSION}\n".encode() not in files[RUNTIME_FILES[0]][:200]:
-        raise InputError(f"--runtime: {short_path(folder)} is not of onnxruntime-web {RUNTIME_VERSION}")
+        raise InputError(f"--runtime: {short_path(folder)} does not hold onnxruntime-web {RUNTIME_VERSION}")
     return files
 
 

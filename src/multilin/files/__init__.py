@@ -152,7 +152,7 @@ def atomic_folder(path: str | Path, partial: Path | None = None) -> Iterator[Pat
 
 @contextlib.contextmanager
 def atomic_files(folder: Path) -> Iterator[Path]:
-    """Context that yields an empty folder, whose files move into `folder` at the end, each as by `atomic_file`."""
+    """Context that yields an empty folder, whose files move into `folder` at the end, each complete or not at all."""
     partial = partial_path(folder / "files")
     try:
         with _errors_about(folder, partial):

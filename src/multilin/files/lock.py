@@ -34,7 +34,7 @@ def locked_folder(name: str, path: str | Path, *, waits: bool = False) -> Iterat
 
     Raises:
         InputError: the folder cannot be written; or `waits` is False, and another process holds the lock. The message
-            names this process.
+            names the process that holds the lock.
     """
     folder = check_folder(name, path)
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]

@@ -35,7 +35,7 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
     """Make our config from a FastformerLMConfig: stabilizer "head_norm", the listed windows, a tied output with a bias.
 
     Raises:
-        InputError: a size that the package always writes is missing, or a value out of range.
+        InputError: a size that the package always writes is missing, or a value is out of range.
     """
     # The name of the factor differs between versions.
     options = {"stabilizer": "head_norm", "rescale": values.get("rescale") or values.get("rescale_value", 15.0)}
@@ -43,10 +43,10 @@ def fastformer_config(values: Mapping[str, Any]) -> MultilinConfig:
 
 
 def leap_config(values: Mapping[str, Any]) -> MultilinConfig:
-    """Make our config from a LeapConfig; one with the field `rescale` comes from release 1.0.1, others from later code.
+    """Make our config from a LeapConfig; with the field `rescale` it is of release 1.0.1, without it of later code.
 
     Raises:
-        InputError: a size that the package always writes is missing, or a value out of range.
+        InputError: a size that the package always writes is missing, or a value is out of range.
     """
     options = {"weights": "exp" if "rescale" in values else "elu", "rescale": values.get("rescale")}
     return _our_config("leap", values, "n_head", options)
@@ -108,8 +108,8 @@ def convert_checkpoint(kind: str, source: Path, target: Path) -> None:
         source, target: the folder of the checkpoint, and the folder to write.
 
     Raises:
-        InputError: a missing or damaged file, a missing or unknown parameter or one of another shape, tied parameters
-            with different values, or a target that exists.
+        InputError: a file is missing or damaged, a parameter is missing, unknown or of another shape, tied parameters
+            have different values, or the target exists.
     """
     check_folder("OUTPUT", target, must_be_new=True)
     config = _CONFIGS[kind](_read_config(source))

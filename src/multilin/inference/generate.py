@@ -205,7 +205,9 @@ def first_ids(codec: TextCodec, prompt: str, unread_ids: list[int], *, is_start:
     """The tokens to read first: the start token of a text or the unread tokens of a sequence, then the prompt."""
     ids = codec.encode(prompt, is_start=True) if is_start and not unread_ids else codec.encode_more(prompt)
     if not unread_ids and not ids:
-        raise InputError("prompt: none given, and the state has no token left to read; give a text to continue")
+        raise InputError(
+            "prompt: none given, but the model has already read all tokens of the state; give a text to continue"
+        )
     return [*unread_ids, *ids]
 
 

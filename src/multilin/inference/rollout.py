@@ -55,7 +55,7 @@ class Composed(NamedTuple):
         """The model's logits, as weighted sums of columns of Q.
 
         Raises:
-            InputError: ids that are not of the vocabulary, or more of them than the model has positions.
+            InputError: ids that are not in the vocabulary, or more ids than the model has positions.
         """
         check_ids(input_ids, len(self.tokens))
         length, limit = input_ids.shape[1], len(self.mixing)
@@ -80,7 +80,7 @@ class _Factors(NamedTuple):
 
 @torch.no_grad()
 def compose(model: MultilinForCausalLM) -> Composed:
-    """Write an all-linear model as a matrix over tokens, a triangle over positions and a bias.
+    """Write an all-linear model as a matrix for tokens, a lower-triangular matrix for positions, and a bias.
 
     Raises:
         InputError: a part of the model is not linear.

@@ -1,6 +1,7 @@
 """The choice of the next token from logits, and its random numbers; every engine uses this code.
 
-The random numbers are those of PyTorch's default generator on a CPU (Mersenne Twister); PyTorch is not imported.
+The random numbers equal the numbers of PyTorch's default generator on a CPU (Mersenne Twister); PyTorch is not
+imported.
 """
 
 import secrets
@@ -78,7 +79,7 @@ def choose_tokens(
 
     Steps, in this order:
 
-    1. Positive logits of tokens seen are divided by the repetition penalty; their other logits are multiplied by it.
+    1. Logits of tokens in the text so far are divided by the repetition penalty if positive, else multiplied by it.
     2. The presence penalty, and the frequency penalty times the number of occurrences, are subtracted from the logits
        of tokens that were generated.
     3. The bias is added.
@@ -88,7 +89,7 @@ def choose_tokens(
     Args:
         logits_BV: (B, V) logits of all tokens; changed in place.
         settings: settings of each sequence.
-        seen: for each sequence, how often each of its tokens was generated; 0 for tokens that only the prompt has.
+        seen: for each sequence, how often each of its tokens was generated; 0 for tokens that occur only in the prompt.
         numbers: the random numbers of each sequence; one number is used unless the sequence's temperature is 0.
     """
     for logits_V, own, own_seen in zip(logits_BV, settings, seen, strict=True):

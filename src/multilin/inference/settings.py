@@ -18,19 +18,19 @@ StopTexts = Annotated[tuple[str, ...], MaxLen(16)]
 class GenerationSettings:
     """Settings of generation: length, sampling, beams, stops."""
 
-    max_new_tokens: Tokens | None = None  # most new tokens; by default 200 or the server's default, as far as they fit
-    temperature: Temperature = 0.8  # below 1 prefers likely tokens more than the model does; 0 takes the likeliest
+    max_new_tokens: Tokens | None = None  # most new tokens; default: 200 or the server's, or fewer if they do not fit
+    temperature: Temperature = 0.8  # values below 1 make likely tokens even more likely; 0 takes the likeliest token
     top_k: Vocabulary | None = None  # draw from the k likeliest tokens only
     top_p: Share | None = None  # draw from the likeliest tokens that together have this probability
     min_p: Share | None = None  # drop tokens below this share of the likeliest token's probability
-    repetition_penalty: Positive = 1.0  # above 1 makes tokens of the prompt and the new text less likely to come again
+    repetition_penalty: Positive = 1.0  # values above 1 make tokens of the prompt and the new text less likely
     presence_penalty: Factor = 0.0  # subtracted from the logits of tokens that the new text contains
     frequency_penalty: Factor = 0.0  # subtracted from logits for each occurrence of the token in the new text
     logit_bias: Biases = dataclasses.field(default_factory=dict)  # numbers to add to logits, by token id
     stop: StopTexts = ()  # end before the first of these strings
     num_beams: Beams = 1  # number of beams; above 1, beam search replaces random drawing
-    seed: Seed | None = None  # the same seed gives the same text again; by default a new one each time
-    stop_at_end: bool = True  # stop where the model ends its text; otherwise it begins a new text
+    seed: Seed | None = None  # the same seed gives the same text again; by default a new seed each time
+    stop_at_end: bool = True  # stop where the model ends its text; otherwise the model begins a new text
 
     @property
     def draws(self) -> bool:

@@ -56,7 +56,7 @@ def state_owner(model: PreTrainedModel) -> StateOwner:
     """
     if not isinstance(model, MultilinForCausalLM):
         kind = model.config.model_type
-        raise InputError(f"run: a {kind} model keeps no state; serve and chat need a model of this package")
+        raise InputError(f"run: a {kind} model keeps no state; serve and chat need a model of multilin")
     return StateOwner(model_hash(model), model.config.vocab_size, model.config.n_positions, state_tensors(model))
 
 
@@ -131,7 +131,7 @@ def load_snapshot(path: str | Path, model: MultilinForCausalLM) -> Snapshot:
 
 
 def to_contents(snapshot: Snapshot) -> StateContents:
-    """The snapshot as the content of a state file; tensors on the CPU share their memory with it."""
+    """The snapshot as the content of a state file; tensors on the CPU share memory with the result."""
     tensors = {name: tensor.detach().cpu().numpy() for name, tensor in snapshot.state.named_tensors()}
     rng_state = None if snapshot.rng_state is None else snapshot.rng_state.numpy()
     return StateContents(tensors, snapshot.unread_ids, rng_state)

@@ -1,7 +1,8 @@
 """State files: the state of sequences in one safetensors file, which is checked completely when it is read.
 
-Here a state is numpy tensors with a description of each, whichever engine computed it. Nothing heavy is imported:
-engines without PyTorch read and write the same files. `multilin.inference.snapshot` converts from and to PyTorch.
+In this module a state consists of numpy arrays with a description of each, whichever engine computed the state. Nothing
+heavy is imported: engines without PyTorch read and write the same files. `multilin.inference.snapshot` converts from
+and to PyTorch.
 """
 
 import hashlib

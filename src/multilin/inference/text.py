@@ -82,7 +82,7 @@ class TextCodec:
         return len(found[0]) if found else 0
 
     def _is_fallback(self, token_id: int) -> bool:
-        """True for a byte of a SentencePiece vocabulary: one byte that is not UTF-8 spoils all bytes in a row."""
+        """True for a SentencePiece token of one byte; an invalid byte makes a whole run of such tokens unreadable."""
         return self._has_fallback and is_byte_name(self.tokenizer.id_to_token(token_id) or "")
 
     @functools.cached_property
@@ -144,8 +144,8 @@ class TextStream:
     skip_special_tokens: leave out special tokens.
     stop: strings before which the text ends.
     text: all pieces so far.
-    is_stopped: a stop string came.
-    is_whole: `text` holds all tokens so far: no character is cut, and no stop string may have begun.
+    is_stopped: whether a stop string came.
+    is_whole: whether `text` holds all tokens so far: no character is cut, and no stop string may have begun.
     """
 
     codec: TextCodec
@@ -212,7 +212,7 @@ class TextStream:
         return max(length, self.length - len(self.codec.token_bytes(token_id).decode(errors="replace")))
 
     def end(self) -> str:
-        """The rest of the text, at the end."""
+        """The text that was held back, after the last token."""
         if not self.is_stopped:
             self._take_news()
         return self._release(len(self._held))

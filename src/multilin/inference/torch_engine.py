@@ -113,7 +113,7 @@ def captured(task: Callable[[], object], device: torch.device | None = None) -> 
 
     Args:
         task: starts kernels on one GPU.
-        device: that GPU; None is the current one.
+        device: this GPU; None is the current GPU.
 
     Raises:
         RuntimeError: the task waits for the GPU, or does something else that a graph cannot hold.
@@ -143,8 +143,9 @@ def captured(task: Callable[[], object], device: torch.device | None = None) -> 
 class DecodingGraphs:
     """The graphs of a model, one for each number of rows that are decoded together.
 
-    Each graph reads and writes a state at fixed addresses. A few kernels copy the small state of a sequence there
-    before each token and back afterwards. Between tokens, the caller may do anything with the sequence's state.
+    Each graph reads and writes a state at fixed addresses. A few kernels copy the small state of a sequence to these
+    addresses before each token, and back afterwards. Between tokens, the caller may do anything with the sequence's
+    state.
 
     model: decodes one token of each row.
     capture: see `captured`; tests replace it where there is no GPU.

@@ -21,7 +21,7 @@ class ResidualBlock(Layer):
     Args:
         norm: function that creates a norm; called twice.
         attention: the module in which positions read each other, `y, state = attention(x, state, layout)`.
-        feed_forward: (B, T, D) to (B, T, D), one position at a time.
+        feed_forward: maps (B, T, D) to (B, T, D), each position separately.
     """
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, feed_forward: nn.Module) -> None:
@@ -43,7 +43,7 @@ class GeluFeedForward(nn.Module):
 
     Args:
         hidden_size: width D of x and y; the hidden layer between is 4 D wide.
-        dropout: probability in training.
+        dropout: dropout probability in training.
         bias: whether both matrices have a bias.
     """
 

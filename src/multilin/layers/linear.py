@@ -18,12 +18,12 @@ from multilin.settings import settings
 class Arithmetic:
     """How layers multiply with their matrices; embedding and output always use floats."""
 
-    products: Literal["float", "int8"] = "float"  # products of inputs and weights
-    backward: Literal["float", "int8"] = "float"  # products of the backward pass, if `products` is int8
+    products: Literal["float", "int8"] = "float"  # format of products of inputs and weights
+    backward: Literal["float", "int8"] = "float"  # format of products in the backward pass, if `products` is int8
     weights: Literal["none", "sim_4bit", "sim_2bit", "ternary"] = (
         "none"  # round float weights to the levels of these formats
     )
-    stored_as_int8: bool = False  # keep weights in int8 only, without their floats
+    stored_as_int8: bool = False  # keep weights in int8 only, without float weights
 
 
 class Linear(nn.Linear):
@@ -101,7 +101,7 @@ class Linear(nn.Linear):
         return "int8" if self.arithmetic.weights == "none" else self.arithmetic.weights
 
     def float_matrix(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix as floats: int8 weights are converted to `dtype`, a parameter keeps its own."""
+        """The matrix as floats: int8 weights are converted to `dtype`, a parameter keeps its dtype."""
         weight = self.matrix()
         if isinstance(weight, Rounded):
             return dequantize(weight).to(dtype or weight.scale.dtype)

@@ -81,8 +81,8 @@ def _read_softmax(logits_BTH: Tensor, options: dict[str, Any]) -> Reading:
     (weights_BHTS, own_BHT), window = prefix_softmax_weights(logits_BTH, **options), options.get("window")
     among = "all tokens so far" if window is None else f"the last {plural(window, 'token')}"
     meaning = (
-        f"A weight is the token's share in the mean over {among}: its importance, which is the same at every "
-        "position, divided by the sum of the importances of the tokens read"
+        f"A weight is the token's share in the mean over {among}: the score of the token, which is the same at every "
+        "position, divided by the sum of the scores of all tokens read"
     )
     if own_BHT is not None:
         meaning += ". The own term is the share of the position's own token, which is counted a second time in this sum"

@@ -16,8 +16,9 @@ WHOLE = (2**31, 2**31)  # on other devices, which need large pieces of work
 class ShortConvolution(ParameterHolder):
     """A causal convolution per channel over K tokens, y_t = sum_{i < K} w_{K-1-i} * x_{t-i}, without bias.
 
-    Inputs before the text and padding count as 0; padding keeps its place between tokens. Computed in float32 or
-    better. The state is the last K - 1 inputs (B, K - 1, D) up to the last token of each row, 0 for missing inputs.
+    Inputs before the text, and padding, count as 0; padding between tokens still takes a place among the K tokens.
+    Computed in float32 or better. The state is the last K - 1 inputs (B, K - 1, D) up to the last token of each row, 0
+    for missing inputs.
 
     Args:
         width: D.

@@ -117,9 +117,9 @@ class MultilinModel(MultilinPreTrainedModel):
             input_ids: (B, T) token ids.
             attention_mask: (B, T) 1 for tokens, 0 for padding, which has no weight and advances no position. If
                 the mask is longer, as in generate(), its last T columns are used.
-            position_ids: (B, T) or (1, T) positions to use instead of counting. A position that is not above the one
-                before it begins a document, as in rows packed by transformers' collators. Without a state, windows
-                then count padding between tokens.
+            position_ids: (B, T) or (1, T) positions to use instead of counting. A position that is not above the
+                position before it begins a document, as in rows packed by transformers' collators. Without a state,
+                windows then count padding between tokens.
             past_key_values: the state to continue from; changed in place. None is the start of a text.
             inputs_embeds: (B, T, D) embeddings to read instead of ids, in any dtype; converted to the model's dtype.
             use_cache: return the state; the default is the config's, but not in training.
@@ -202,7 +202,8 @@ class MultilinModel(MultilinPreTrainedModel):
 
         Otherwise a window would hold padding instead of tokens. So the tokens of each row are moved together and read
         without the padding between them. Padding gets the hidden states of the token before it in this call: the last
-        column of a prompt padded on the right then predicts the token after the prompt. Leading padding gets 0.
+        column of a prompt padded on the right then predicts the token after the prompt. Padding before the first token
+        gets 0.
         """
         is_start = values[0] is None
         # Without a state, given positions decide the place of tokens: as in the published code, which counts padding.
@@ -221,7 +222,7 @@ class MultilinModel(MultilinPreTrainedModel):
     def _read_row_lengths(
         self, tokens: Tensor, values: list[Any], counts_B: Tensor, packing: Packing
     ) -> tuple[list[Tensor], list[Any]]:
-        """Continue each row with its first `counts_B` tokens, in pieces that end where a row ends; the rest is 0."""
+        """Read the first `counts_B` tokens of each row, in pieces that end where a row ends; other tokens get 0."""
         num_batch, num_time = tokens.shape[:2]
         hidden_states = [
             torch.zeros(num_batch, num_time, self.config.hidden_size, dtype=self.dtype, device=tokens.device)

@@ -54,7 +54,7 @@ class TokenIds:
 
     bos_token_id: TokenId | None = None  # starts a text
     eos_token_id: TokenId | Annotated[list[TokenId], MaxLen(100)] | None = None  # ends a text
-    pad_token_id: TokenId | None = None  # fills short rows
+    pad_token_id: TokenId | None = None  # the token that pads short rows
 
 
 @settings
@@ -62,7 +62,7 @@ class _LayerEntry:
     """Fields that every entry of `layers` may have in addition to the options of its architecture."""
 
     architecture: str  # a registered one
-    initializer_range: Strength | None = None  # standard deviation of initial weights; none is the model's
+    initializer_range: Strength | None = None  # standard deviation of initial weights; null takes the model's value
 
 
 _OF_EVERY_LAYER = tuple(field.name for field in dataclasses.fields(_LayerEntry))
@@ -84,7 +84,7 @@ class MultilinConfig(PretrainedConfig):
         final_norm: before the output: "layer_norm", "tile_norm" (root mean square, no parameters), or "none".
         final_norm_tile: width of the tiles of "tile_norm"; None is the whole vector.
         final_scale: factor on the hidden states between the final norm and the head.
-        embedding_dropout: probability, in training.
+        embedding_dropout: dropout probability, in training.
         label_smoothing: share of the target spread evenly over the vocabulary, in training only.
         initializer_range: standard deviation of initial weights.
         embedding_range: standard deviation of the initial token embedding; None is initializer_range.
@@ -226,7 +226,7 @@ class MultilinConfig(PretrainedConfig):
             model: fields of this class that replace the preset's, and token ids.
 
         Raises:
-            InputError: an unknown architecture, option or field, or a value out of range.
+            InputError: an architecture, option or field is unknown, or a value is out of range.
         """
         if layers is not None:
             num_layers = _count_layers(layers, num_layers, options)
@@ -289,7 +289,7 @@ def _open_code(values: Mapping[str, Any], name: Any) -> None:
 def write_auto_file(folder: Path, sources: Mapping[str, Source]) -> None:
     """Write the file that `AUTO_MAP` names, and the code of layers from users' files under the given names.
 
-    Whoever runs the first file, with `trust_remote_code=True`, trusts the others.
+    Whoever runs the first file, with `trust_remote_code=True`, trusts the other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trusted = [f"trust_hash({source.hash!r})  # {name}\n" for name, source in sources.items()]

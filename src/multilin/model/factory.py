@@ -47,7 +47,7 @@ _OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transform
 class BaselineOptions:
     """What a recipe may choose for a baseline, as `model.options`."""
 
-    num_heads: Multiple = 4  # heads; the hidden size must be divisible by it
+    num_heads: Multiple = 4  # number of heads; it must divide the hidden size
     dropout: Fraction = 0.0  # in training
 
 
@@ -57,7 +57,7 @@ class BaselineConfig(TokenIds):
 
     initializer_range: Strength = 0.02  # standard deviation of initial weights
     tie_word_embeddings: bool = True  # the output projection shares the token embedding
-    unit_variance: bool = False  # llama: divide products by the root of their width, for weights of unit variance
+    unit_variance: bool = False  # llama only: divide products by sqrt(width of the input), for weights of unit variance
     output_bias: Literal["unigram", "none"] = "none"  # unigram adds the log of the token counts to the logits
 
 
@@ -129,7 +129,7 @@ def create_model(architecture: str, **sizes: Any) -> PreTrainedModel:
 
 
 def _check_name(architecture: str) -> str:
-    """The name, of a file the permanent one."""
+    """The name; for a layer in a file, its permanent name."""
     if is_own(architecture):
         return resolve(architecture, is_typed=False)
     if architecture not in model_names():

@@ -41,7 +41,9 @@ class FixedBias:
             InputError: the config's output_bias is not "unigram", or there are not V counts.
         """
         if self.config.output_bias != "unigram":
-            raise InputError(f"output_bias: {self.config.output_bias!r} given, but only 'unigram' is set from counts")
+            raise InputError(
+                f"output_bias: {self.config.output_bias!r} given, but only the bias 'unigram' is set from counts"
+            )
         if counts.shape != (self.config.vocab_size,):
             raise InputError(f"counts: shape {tuple(counts.shape)} given, but it must be ({self.config.vocab_size},)")
         assert isinstance(self.lm_head, FixedBiasLinear)

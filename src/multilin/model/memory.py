@@ -103,7 +103,7 @@ def loss_bytes(model: PreTrainedModel, num_tokens: int, device: torch.device) ->
 
 
 def check_reading(field: str, model: PreTrainedModel, num_rows: int, num_tokens: int, *, all_logits: bool) -> None:
-    """Refuse to read `num_rows` sequences of `num_tokens` tokens at once, without gradients, beyond the memory.
+    """Refuse if `num_rows` sequences of `num_tokens` tokens, read at once without gradients, exceed the memory.
 
     Raises:
         InputError: the memory does not suffice; the message begins with `field`, the setting with its value.

@@ -187,7 +187,7 @@ class ColumnOrder(NamedTuple):
 
     take_BS: (B, S) the columns that make the packed row. S is the largest number of tokens in a row, at least 1; in
         compiled code S is T.
-    place_BT: (B, T) for each column, the packed column of the last token up to there; -1 without such a token.
+    place_BT: (B, T) for each column, the packed column of the last token up to this column; -1 without such a token.
     """
 
     take_BS: Tensor
@@ -214,5 +214,5 @@ class ColumnOrder(NamedTuple):
         return x[self.rows_B1, self.take_BS]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Undo `pack`: (B, S, D) to (B, T, D); padding gets the values of the last token before it, or 0 if none is."""
+        """Undo `pack`: (B, S, D) to (B, T, D); padding gets the values of the last token before it, else 0."""
         return x[self.rows_B1, self.place_BT.clamp(min=0)].masked_fill((self.place_BT < 0)[..., None], 0)

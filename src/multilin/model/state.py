@@ -45,7 +45,7 @@ class TextState(Cache):
 
     @property
     def part_names(self) -> list[str]:
-        """The names of the parts in files."""
+        """The name of each part, as in state files."""
         return ["embedding", *(f"layers.{index}" for index in range(len(self.kinds)))]
 
     @property
@@ -74,7 +74,7 @@ class TextState(Cache):
             yield from named_tensors(value, name)
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace each tensor by the one of the same name, see `named_tensors`."""
+        """Replace each tensor by the tensor of the same name, see `named_tensors`."""
         in_order = (tensors[name] for name, _ in self.named_tensors())
         self.parts = [map_tensors(lambda _: next(in_order), value) for value in self.values]
 
@@ -154,8 +154,8 @@ class TextState(Cache):
         """The values of all parts before a call of the model; `advance` takes the values after it.
 
         A plain call has no padding, begins no document and counts positions. If it has few new columns, windows
-        are rings, which are written in place. Windows are not rings with gradients, with recorded states, or in traced
-        graphs, which would miss the writing.
+        are rings, which are written in place. With gradients, with recorded states, and in traced graphs, which would
+        miss the writing in place, windows are not rings.
         """
         is_short = self.num_tokens is not None and num_new <= LONGEST_STEP
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
@@ -249,7 +249,7 @@ class TextState(Cache):
 
 
 def _unlocked(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it was made in inference mode and is now used outside of it.
+    """The tensor, or a copy if the tensor was made in inference mode and inference mode is now off.
 
     Compiled code cannot ask how a tensor was made: it copies if gradients are on, and else reads the tensor itself.
     """
@@ -274,7 +274,9 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
         raise InputError(f"past_key_values: a state of {len(given.kinds)} layers, but this model has {len(kinds)}")
     if given.kinds != kinds:
         its, own = next(pair for pair in zip(given.kinds, kinds, strict=True) if pair[0] != pair[1])
-        raise InputError(f"past_key_values: the state of another model; its layer is {its}, but here it is {own}")
+        raise InputError(
+            f"past_key_values: the state belongs to another model: it has a layer of {its}, but this model has {own}"
+        )
     if given.batch_size not in (None, num_batch):
         raise InputError(
             f"past_key_values: a state of {given.batch_size} rows given for {num_batch} rows of input_ids; "
@@ -284,7 +286,7 @@ def open_state(given: TextState | None, kinds: tuple[str, ...], num_batch: int) 
 
 
 def parts_of(state: Any) -> dict[str, Any] | None:
-    """The parts of a nest (NamedTuple, tuple, list or dictionary) by name or number; None if it is no nest."""
+    """The parts of a container (NamedTuple, tuple, list or dictionary) by name or number; None for any other value."""
     if isinstance(state, dict):
         return {str(name): part for name, part in state.items()}
     if isinstance(state, tuple | list):
@@ -294,14 +296,14 @@ def parts_of(state: Any) -> dict[str, Any] | None:
 
 
 def like(state: Any, parts: Sequence[Any]) -> Any:
-    """A nest of the kind of `state` with other parts."""
+    """A container of the same type as `state`, with these parts."""
     if isinstance(state, dict):
         return type(state)(zip(state, parts, strict=True))
     return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 
 def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> Any:
-    """Apply a function to every tensor of a nest, together with the same tensors of `others`."""
+    """Apply a function to every tensor in nested containers, together with the corresponding tensors of `others`."""
     if isinstance(state, Tensor):
         return function(state, *others)
     parts = parts_of(state)
@@ -312,7 +314,7 @@ def map_tensors(function: Callable[..., Tensor], state: Any, *others: Any) -> An
 
 
 def tensors_of(states: Any) -> Iterator[Tensor]:
-    """Every tensor of a nest, in order."""
+    """Every tensor in nested containers, in order."""
     if isinstance(states, Tensor):
         yield states
     for part in (parts_of(states) or {}).values():
@@ -320,7 +322,7 @@ def tensors_of(states: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nest with its dotted name."""
+    """Every tensor in nested containers, with its dotted name."""
     if isinstance(state, Tensor):
         yield name, state
     for field, part in (parts_of(state) or {}).items():
@@ -452,7 +454,7 @@ def join_rings(state: Any, other: Any) -> Any:
 
 
 def _enough_slots(num_read_B: Tensor, num_new: int, num_kept: int) -> int:
-    """The smallest of 256, 512, ... slots that hold all tokens; on a GPU `num_kept`, to avoid a wait."""
+    """The smallest of 256, 512, ... slots that hold all tokens; on a GPU `num_kept`, to avoid waiting for the GPU."""
     if num_kept <= FEWEST_SLOTS or num_read_B.device.type != "cpu":
         return num_kept
     needed = int(num_read_B.max()) + num_new

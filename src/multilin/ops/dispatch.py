@@ -18,7 +18,7 @@ GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Backend:
     """One implementation of an op."""
 
-    name: str  # as `multilin doctor` prints it
+    name: str  # its name, as `multilin doctor` prints it
     compute: Callable[..., Any]  # same signature and result as the op's reference
     device: str | None = None  # device type of its tensors ("cpu", "cuda"); None for any
     dtypes: tuple[torch.dtype, ...] | None = None  # dtypes in which it computes; None for any
@@ -101,7 +101,7 @@ class Op:
             if refused is not None:
                 warn_once(f"{refused}; {backend.name} runs instead, which may be many times slower")
             return backend
-        raise AssertionError(f"{self.name}: the reference takes everything")
+        raise AssertionError(f"{self.name}: the reference must take every call")
 
 
 def _has_tangent(*inputs: Any) -> bool:

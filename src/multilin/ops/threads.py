@@ -38,7 +38,7 @@ _most: int | None = None  # PyTorch's number of threads at the start
 
 @contextlib.contextmanager
 def following_load() -> Iterator[None]:
-    """A block in which `adapt` and `free_cores` follow the load; afterwards PyTorch has its old number of threads."""
+    """Context in which `adapt` and `free_cores` follow the load; afterwards PyTorch has its old number of threads."""
     global _load, _free, _most
     _load, _free, _most = Load(), None, None
     try:

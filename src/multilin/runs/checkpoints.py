@@ -51,7 +51,7 @@ def published(folder: Path, step: int, keep: int) -> Iterator[Path]:
     """Context that yields a new folder to write a checkpoint into, and publishes it unless an error occurs.
 
     After publishing, all but the newest `keep` checkpoints are removed. Checkpoints of later steps are removed too:
-    they are damaged, so the run has resumed from an earlier checkpoint. After an error, the new folder is removed.
+    these are damaged checkpoints that the run did not resume from. After an error, the new folder is removed.
     """
     remove_partials(folder)
     with atomic_folder(checkpoint_folder(folder, step), partial_folder(folder, step)) as partial:
@@ -85,7 +85,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def write_optimizer(folder: Path, state: dict[str, Any]) -> None:
-    """Write an optimizer state, in which names stand for parameters: the tensors and the settings.
+    """Write an optimizer state, in which names replace the parameters: the tensors and the settings.
 
     Args:
         folder: the checkpoint.

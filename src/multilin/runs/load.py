@@ -88,7 +88,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of the model of a folder.
+    """The config of the model in a folder.
 
     Raises:
         InputError: there is no model, the config is damaged, or the model is too large for the memory.

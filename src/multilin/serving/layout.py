@@ -64,7 +64,7 @@ class TemplateLayout:
         try:
             self._jinja, self._names = _environment().from_string(template), names
         except TemplateError as error:
-            raise InputError(f"run: its chat template is not valid ({error})") from None
+            raise InputError(f"run: the model's chat template is not valid ({error})") from None
         self._template = ChatTemplate(codec.tokenizer, self._render)
         self._end_id = codec.end_id
         self._starts = {codec.end_id, codec.tokenizer.token_to_id(names.get("bos_token", ""))}
@@ -146,7 +146,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """A Jinja environment like that of transformers, so that templates give the same text as in training."""
+    """A Jinja environment like the environment of transformers, so that templates give the same text as in training."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -15,15 +15,19 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler, turns: TurnStore) -> None:
         self.registry = own = CollectorRegistry()
-        self.answers = Counter("multilin_http_answers", "Answers by path and status.", ["path", "status"], registry=own)
+        self.answers = Counter(
+            "multilin_http_answers", "Number of answers by path and status.", ["path", "status"], registry=own
+        )
         self.first_token = Histogram(
             "multilin_first_token_seconds",
             "Seconds from a request to its first token.",
             buckets=FIRST_TOKEN_SECONDS,
             registry=own,
         )
-        self._prompt = Counter("multilin_prompt_tokens", "Tokens of prompts.", registry=own)
-        self._cached = Counter("multilin_cached_tokens", "Prompt tokens taken from kept states.", registry=own)
+        self._prompt = Counter("multilin_prompt_tokens", "Number of prompt tokens.", registry=own)
+        self._cached = Counter(
+            "multilin_cached_tokens", "Number of prompt tokens that were not read again.", registry=own
+        )
         self._generated = Counter("multilin_generated_tokens", "Tokens generated.", registry=own)
         gauges: list[tuple[str, str, Callable[[], float]]] = [
             ("waiting_requests", "Prompts that wait for a slot.", lambda: scheduler.counts.waiting),

@@ -44,7 +44,9 @@ class Readings:
             InputError: the model has no weights to show, or no such step.
         """
         if self._load is None:
-            raise InputError("turn: an export has no weights to show; serve the folder of the run itself")
+            raise InputError(
+                "turn: an exported model cannot show the weights of its layers; serve the folder of the run"
+            )
         if not self._places.acquire(blocking=False):
             raise too_busy()
         try:

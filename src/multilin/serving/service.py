@@ -154,7 +154,9 @@ class Service:
         num_read = before.num_read if before else 0
         token_ids = known_ids[num_read - (before.num_unknown if before else 0) :]
         if not token_ids:
-            raise InputError("prompt: no text given, and all of the session's text is read; give some text")
+            raise InputError(
+                "prompt: empty, but the model has already read the whole text of the session; give some text"
+            )
         if len(token_ids) > limits.max_prompt:
             raise InputError(
                 f"prompt: {len(token_ids)} tokens to read, but a request may have at most {limits.max_prompt}"

@@ -34,12 +34,12 @@ class ServeLimits:
     """Limits of the server: how many requests run at a time, how long they are, and how large stored states are."""
 
     slots: Count = 64  # sequences that are generated at a time
-    queue: Count = 256  # requests that may wait; more are refused with 429
-    max_tokens: Count = 4096  # tokens to generate for a request, at most
-    max_prompt: Length = 65536  # tokens to read for a request, at most
-    memory: Bytes = "1GB"  # size of the states kept in memory
+    queue: Count = 256  # requests that may wait; further requests are refused with 429
+    max_tokens: Count = 4096  # largest number of tokens to generate for a request
+    max_prompt: Length = 65536  # largest number of tokens to read for a request
+    memory: Bytes = "1GB"  # largest size of all states kept in memory
     sessions: PathText | None = None  # folder, or address for fsspec, where states and sessions outlive the server
-    disk: Bytes = "100GB"  # size of the states in that folder; beyond it the oldest are deleted
+    disk: Bytes = "100GB"  # largest size of all states in that folder; the oldest states are deleted first
     keep_days: Amount | None = None  # days after which states are deleted
 
 

@@ -98,7 +98,7 @@ def _check_plain(section: Mapping[str, Any]) -> Any:
             return section
         value, depth = rest.pop()
         if depth > _DEEPEST:
-            raise ValueError(f"lists and sections in more than {_DEEPEST} levels given")
+            raise ValueError(f"lists and sections are nested in more than {_DEEPEST} levels")
         if isinstance(value, Mapping):
             if any(not isinstance(name, str) or len(name) > LONGEST_TEXT for name in value):
                 raise ValueError(f"names of fields should be texts of at most {LONGEST_TEXT} characters")

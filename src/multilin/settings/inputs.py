@@ -72,7 +72,7 @@ def read_bytes(path: str | Path, name: str, limit: int) -> bytes:
     except OSError as error:
         raise InputError(f"{_subject(path, name)} cannot be read ({error.strerror or error})") from None
     if len(content) > limit:
-        raise InputError(f"{_subject(path, name)} holds more than {limit // MEGABYTE} MB, the largest size")
+        raise InputError(f"{_subject(path, name)} holds more than {limit // MEGABYTE} MB, the size limit")
     return content
 
 
@@ -111,7 +111,7 @@ def check_model_files(folder: Path, name: str) -> None:
             check_regular(path, name)
             if path.suffix != ".safetensors" and path.stat().st_size > LARGEST_JSON:
                 megabytes = LARGEST_JSON // MEGABYTE
-                raise InputError(f"{_subject(path, name)} holds more than {megabytes} MB, the largest size")
+                raise InputError(f"{_subject(path, name)} holds more than {megabytes} MB, the size limit")
 
 
 def _read_text(path: str | Path, name: str, limit: int) -> str:
@@ -136,7 +136,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         reason = "too many levels" if isinstance(error, RecursionError) else shorten(str(error), 200)
         raise InputError(f"{where} is not JSON: {reason}") from None
     if _is_deep(value):
-        raise InputError(f"{where}: lists and objects in more than {_DEEPEST} levels given")
+        raise InputError(f"{where}: lists and objects are nested in more than {_DEEPEST} levels")
     return value
 
 

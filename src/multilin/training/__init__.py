@@ -1,1 +1,1 @@
-"""Training: recipes, the training entry, checkpoints and run folders."""
+"""Training: recipes, the training loop, optimizers, checkpoints and run folders."""

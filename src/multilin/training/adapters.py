@@ -41,7 +41,7 @@ def add_adapters(model: PreTrainedModel, recipe: Recipe) -> None:
 def save_adapters(model: PreTrainedModel, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
     """Write a model's adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-    `weights` are the model's weights, gathered from all devices; None writes the weights in this process.
+    `weights` are the model's weights, gathered from all devices; None takes the weights in this process.
 
     Raises:
         OSError: the folder cannot be written.

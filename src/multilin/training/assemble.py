@@ -38,7 +38,8 @@ def read_text(recipe: Recipe, progress: Progress = no_progress, run: Path | None
     Args:
         recipe: the recipe, with the sources and the tokenizer.
         progress: called repeatedly while the text is read.
-        run: folder of a run of the recipe, or of a checkpoint; the tokenizer there replaces that of `model.start`.
+        run: folder of a run of the recipe, or of a checkpoint; the tokenizer there replaces the tokenizer of
+            `model.start`.
 
     Raises:
         InputError: the text cannot be read, or holds less than one block of training text.
@@ -203,7 +204,7 @@ def training_order(recipe: Recipe, model: PreTrainedModel, text: PreparedText | 
     if remark := packing_remark(recipe, model):
         warnings.warn(remark, stacklevel=2)
     plan = recipe.training
-    assert plan.global_batch_size is not None, "training needs a recipe that was resolved"
+    assert plan.global_batch_size is not None, "training needs a recipe without open fields; see resolve_recipe"
     length = plan.num_steps * plan.global_batch_size
     fields = [field for field in blocks[0] if field not in _unread(model)]
     kind: type[BlockOrder] = MixedOrder if isinstance(blocks, MixedBlocks) else BlockOrder

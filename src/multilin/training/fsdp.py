@@ -36,7 +36,7 @@ def check_shard(plan: TrainingRecipe) -> None:
     """Refuse settings that do not work with a sharded model.
 
     Raises:
-        InputError: names the first such setting.
+        InputError: names the first setting that does not work.
     """
     whole = TrainingRecipe()
     for name in ("communication", "lora", "compile"):

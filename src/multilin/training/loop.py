@@ -294,7 +294,7 @@ def _set_rates(run: _Run) -> float:
 
 
 def _check_finite(run: _Run, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
-    """Loss and gradient norm, and whether to apply the step, which would spoil the weights if not finite.
+    """Loss and gradient norm, and whether to apply the step: if they are not finite, it would spoil the weights.
 
     Raises:
         TrainingFailed: the loss or the gradient is not finite, and the recipe does not skip such steps.
@@ -463,6 +463,6 @@ def _failures_in_one_sentence(folder: RunFolder) -> Iterator[None]:
         if not (isinstance(error, DistError) or "gloo" in str(error)):
             raise
         raise TrainingFailed(
-            f"the run in {folder.path} stopped because another process of it has ended; {where()}, and --resume "
+            f"the run in {folder.path} stopped because another process of the run has ended; {where()}, and --resume "
             "continues the run"
         ) from error

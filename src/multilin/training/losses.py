@@ -27,7 +27,7 @@ class Evaluation:
     perplexity: float  # exp(loss)
     bits_per_byte: float  # all nats / ln 2 / bytes
     tokens: int  # scored tokens
-    bytes: int  # UTF-8 bytes of the text they stand for
+    bytes: int  # UTF-8 bytes of the text of the scored tokens
 
 
 class Scored(NamedTuple):
@@ -94,7 +94,7 @@ def read_blocks(
     documents, and for models of transformers, the context is all earlier tokens of the block.
 
     Args:
-        model: a causal language model of transformers, on any device; its training mode is left as it was.
+        model: a causal language model of transformers, on any device; training or evaluation mode is left as it was.
         packed: the text, packed with the model's tokenizer.
         block_size: tokens in a block. A block's first token is scored as the last token of the previous block.
         batch_size: blocks per call.
@@ -146,7 +146,7 @@ def chosen_blocks(count: int, block_size: int, max_tokens: int | None) -> list[i
 
 
 def summarise(nats: float, tokens: int, size: int) -> Evaluation:
-    """The score of `tokens` tokens that stand for `size` bytes and have a total loss of `nats`.
+    """The score of `tokens` tokens that encode `size` bytes and have a total loss of `nats`.
 
     Raises:
         InputError: there is no token to score.
@@ -172,7 +172,7 @@ def score_answers(
     """Score a model on the answers in a task's first `number` sequences.
 
     Args:
-        model: the model, on any device; its training mode is left as it was.
+        model: the model, on any device; training or evaluation mode is left as it was.
         sequences: items {"input_ids", "labels"}, (T,) each; labels are IGNORED_LABEL except in answers.
         number: number of sequences to score.
         batch_size: sequences per call.

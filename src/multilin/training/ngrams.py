@@ -133,9 +133,9 @@ def train_ngrams(train: TrainText, order: int, most: int | None = None) -> NDArr
 def unlikeness(text: PreparedText) -> float | None:
     """How much harder the validation text is to predict than text that is held out from the training text.
 
-    The held-out text is every tenth piece of the training text. A bigram model of the rest (trigram for a small
-    vocabulary) predicts both texts. The result is the ratio of bits per byte, about 1 for a validation text that is
-    like the training text. The result is None if a text is too short to tell, or is not on this machine.
+    The held-out text is every tenth piece of the training text. A bigram model of the other pieces (a trigram model for
+    a small vocabulary) predicts both texts. The result is the ratio of bits per byte, about 1 for a validation text
+    that is like the training text. The result is None if a text is too short to tell, or is not on this machine.
     """
     texts = text.train.texts if isinstance(text.train, MixedText) else [text.train]
     if any(isinstance(one, ShardedText) and one.store.local is None for one in texts):

@@ -11,7 +11,7 @@ class TrainingProgress:
     """
 
     def prepare(self, stage: str, done: int, total: int | None = None) -> None:
-        """The text is being prepared; the arguments are those of `multilin.data.progress.Progress`."""
+        """The text is being prepared; the arguments are the same as for `multilin.data.progress.Progress`."""
 
     def message(self, text: str) -> None:
         """Receive a message for the user, of one line."""

@@ -86,7 +86,7 @@ def load_recipe(
     is_run = path is not None and path == Path(str(name_or_path), RECIPE_FILE)
     if path is not None and is_run:
         if "output" not in values:
-            raise InputError(f"recipe: {path} is incomplete: it lacks the field output, which a run writes last")
+            raise InputError(f"recipe: {path} is incomplete: the last field, output, is missing")
         values["output"] = str(name_or_path)  # the folder may have been moved since then
         _open_layers(values.get("model"), path.parent)
         if overrides.get("model.start") not in (None, get(values, "model.start")):
@@ -117,7 +117,7 @@ def _open_layers(model: Any, folder: Path) -> None:
 
 
 def _named_layers(values: Mapping[str, Any], prefix: str, *, is_typed: bool) -> dict[str, Any]:
-    """The architectures among the values, by prefixed name, with the permanent names of layers in files."""
+    """The fields that name architectures, with `prefix`, and with permanent names in place of layers' files."""
     model = {name: values[prefix + name] for name in ("architecture", "layers") if prefix + name in values}
     if not own_names(model):
         return {}
@@ -207,7 +207,7 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def first_difference(old: Recipe, new: Recipe) -> tuple[str, Any, Any] | None:
-    """The first dotted field, and both values, in which two recipes differ and that decides the run; or None."""
+    """The first field in which two recipes differ and that must not change on resume, with both values; else None."""
     flat_old, flat_new = flatten(dataclasses.asdict(old)), flatten(dataclasses.asdict(new))
     for name in flat_old | flat_new:
         if name not in CHANGEABLE_ON_RESUME and flat_old.get(name) != flat_new.get(name):

@@ -84,7 +84,7 @@ def write_card(recipe: Recipe, result: RunResult, path: Path) -> None:
     """Write the model card: architecture, training text, results, and how to load the model."""
     tags = ["multilin", *recipe.model.kind.split(" + ")]
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
-    model, tokenizer = recipe.model, recipe.tokenizer.path or recipe.tokenizer.kind or "the text's own"
+    model, tokenizer = recipe.model, recipe.tokenizer.path or recipe.tokenizer.kind or "part of the data"
     score = ("bits per byte", f"{result.validation_bits_per_byte:.3f}")
     if result.validation_accuracy is not None:
         score = ("accuracy", f"{100 * result.validation_accuracy:.1f} %")

@@ -7,7 +7,7 @@ In step i = 0, 1, ... of N steps, the factor is a warm-up over w steps times the
     linear        (N - i) / (N - w), at most 1
     cosine        (1 + cos(pi (i - w) / (N - w))) / 2, 1 before w
     constant      1
-    tail          min(1, (1 - i / N) * tail): the last 1 / tail of the run falls to 0           (TScale)
+    tail          min(1, (1 - i / N) * tail): falls to 0 in the last 1 / tail of the run        (TScale)
     inverse_sqrt  min(1, sqrt(constant_steps / (i + 1)))                                        (ELiTA)
 
 For a run with a time limit, N = i / s, where s is the share of the run's time that has passed. So the course ends when
@@ -43,7 +43,7 @@ def resolve_schedule(recipe: ScheduleRecipe, defaults: TrainingDefaults) -> Sche
 
 def rate_factor(recipe: ScheduleRecipe, step: int, max_steps: float) -> float:
     """The factor in a step (counted from 0) of a run of `max_steps` steps, for a resolved recipe."""
-    assert recipe.name is not None, "a schedule needs a recipe that was resolved"
+    assert recipe.name is not None, "a schedule needs a recipe without open fields; see resolve_recipe"
     assert recipe.warmup_steps is not None
     warmup_steps, tail, constant_steps = recipe.warmup_steps, recipe.tail or 0.0, recipe.constant_steps or 0
     rest = max(max_steps - warmup_steps, 1)

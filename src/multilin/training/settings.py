@@ -24,9 +24,9 @@ class ModelRecipe:
     num_layers: bounds.Depth | None = None  # number of layers; by default 6, or as many as `layers` lists
     n_positions: bounds.BlockLength = 256  # context length: tokens in one training block
     options: bounds.Section = field(default_factory=dict)  # options of the architecture
-    layers: bounds.LayerList | None = None  # hybrids: each layer's architecture and options, first to last
+    layers: bounds.LayerList | None = None  # for hybrids: architecture and options of each layer, first to last
     config: bounds.Section = field(default_factory=dict)  # fields of the model's config that replace the preset's
-    start: bounds.PathText | None = None  # run, folder or hub name to start from: its weights, sizes and tokenizer
+    start: bounds.PathText | None = None  # run, folder or hub name that gives the first weights, sizes and tokenizer
     start_hash: bounds.Name | None = None  # SHA-256 of the weights in model.start; a run records it
 
     @property
@@ -53,7 +53,7 @@ class OptimizerRecipe:
 class ScheduleRecipe:
     """The learning rate over time. Null fields take the defaults of the architecture."""
 
-    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # shape after the warm-up
+    name: Literal["linear", "cosine", "constant", "tail", "inverse_sqrt"] | None = None  # schedule after the warm-up
     warmup_steps: bounds.StepCount | None = None  # steps in which the learning rate rises to its peak
     tail: bounds.Rate | None = None  # tail: the rate falls to 0 in the last 1/tail of the run; 5 by default
     constant_steps: bounds.Steps | None = None  # inverse_sqrt: steps at the peak; 100 by default

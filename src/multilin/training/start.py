@@ -71,9 +71,7 @@ def load_start(start: str, expected_hash: str | None, tokenizer: "PreTrainedToke
         model = load_model(folder)
         own = load_own_tokenizer(folder, model.config)
     if tokenizer_hash(own) != tokenizer_hash(tokenizer):
-        raise InputError(
-            f"model.start: the model in {shown(start)} was trained with another tokenizer than the text to train on has"
-        )
+        raise InputError(f"model.start: the model in {shown(start)} has another tokenizer than the text to train on")
     return model.float()
 
 

@@ -148,7 +148,7 @@ def find_nonfinite_pass(
 ) -> str | None:
     """Describe where a step first is not finite, by repeating the step's passes in this process; see `find_nonfinite`.
 
-    The result is None if the place cannot be found. This includes sharded models, whose passes need all processes.
+    The result is None if the place cannot be found, as for sharded models, whose passes need all processes.
     """
     if plan.shard != "none" and world_size() > 1:
         return None

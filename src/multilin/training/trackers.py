@@ -22,7 +22,7 @@ def check_trackers(recipe: Recipe) -> None:
     """Raise if the package of a tracker is not installed.
 
     Raises:
-        InputError: names the first such tracker.
+        InputError: names the first tracker whose package is missing.
     """
     for name in recipe.training.report_to:
         if importlib.util.find_spec(name) is None:

@@ -52,7 +52,7 @@ def difference_text(comparison: Comparison, difference: Difference) -> str:
 
 
 def share_text(difference: Difference) -> str:
-    """How much lower the better row's bits per byte or share of wrong answers is, in per cent of the other row's."""
+    """By how many per cent the better row's bits per byte, or share of wrong answers, is below the other row's."""
     return "" if difference.share is None else f"{100 * difference.share:.{1 if difference.share >= 0.001 else 3}f} %"
 
 

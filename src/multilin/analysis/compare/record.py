@@ -117,7 +117,7 @@ class RowRecord:
 
     @property
     def all_runs(self) -> list[RunRecord]:
-        """The runs of tuning, then the runs of the seeds; a run that is both appears once."""
+        """The runs of tuning, then the runs of the seeds; a run that belongs to both appears once."""
         scored = {run.folder: run for run in self.runs}
         return list({run.folder: scored.get(run.folder, run) for run in [*self.tuning, *self.runs]}.values())
 
@@ -193,7 +193,7 @@ class Comparison:
         return sum(difference.p is not None for difference in self.differences)
 
     def row(self, name: str) -> RowRecord:
-        """The row with a name."""
+        """The row of this name."""
         return next(row for row in self.rows if row.name == name)
 
 

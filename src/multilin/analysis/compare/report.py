@@ -84,7 +84,7 @@ def answers(comparison: Comparison) -> dict[str, str]:
 
 
 def columns_of(comparison: Comparison) -> list[str]:
-    """The columns of the report's table, without the one that would repeat the verdict, which is at an equal budget."""
+    """The columns of the report's table, without the column at an equal budget, which would repeat the verdict."""
     return [name for name in COLUMNS if name not in [f"at {EQUAL[kind]}" for kind in comparison.budget]]
 
 

@@ -144,7 +144,7 @@ class _Training:
         names = listed([name.split(".")[-1].replace("_", " ") for name in plan.choice])
         trials = plural(self._num_trials[plan.row.name], "trial") + of_steps(self.sweep.trial_share)
         tried = f" ({', '.join(str(*choice.values()) for choice in first)})" if len(plan.choice) == 1 else ""
-        more = f", then up to {self.sweep.extend} more beyond the best end" if self.sweep.extend else ""
+        more = f", then up to {self.sweep.extend} more if the best is at an end" if self.sweep.extend else ""
         self.progress.message(f"{plan.row.name}: {names} from {trials}{tried}{more}")
 
     def plan(self, plan: Plan, choice: Choice) -> Plan:
@@ -155,7 +155,7 @@ class _Training:
         return self._plans[name]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a run if its folder holds another run or is inside the folder of its text."""
+        """Refuse a run if the output folder holds another run or is inside the folder of the run's text."""
         path = Path(recipe.output)
         check_folder("output", path)
         RunFolder(path).check_outside(recipe)
@@ -216,7 +216,7 @@ class _Training:
             total = sum(self._num_trials.values()) + self._num_others
             heading = f"[{len(self._trained) + 1}/{total}] {folder.name}"
             if is_finished(folder, max_steps) and not self.overwrite:
-                self.progress.message(f"{heading}: finished before")
+                self.progress.message(f"{heading}: finished in an earlier call")
             else:
                 size = f"{plural(max_steps, 'step')} of {plural(plan.tokens_per_step, 'token')}"
                 self.progress.message(f"{heading}: {size}")

@@ -34,7 +34,7 @@ TRANSFORMERS = ("gpt2", "llama")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A row against another row, the reference.
+    """A row compared with another row, the reference.
 
     at: the row's score minus the reference's at equal "tokens", "flops" and "seconds", in per cent of the reference's
         bits per byte, or in points of accuracy; None if one of them had no validation yet.
@@ -54,7 +54,8 @@ def is_transformer(row: RowRecord) -> bool:
 
 
 def headline(comparison: Comparison) -> Verdict | None:
-    """The verdict on the best row that is no Transformer, against the best Transformer row, or the best other row.
+    """The verdict on the best row that is no Transformer, against the best Transformer row, else against the best other
+    row.
 
     It is None if the rows are not ranked, or if there is only one.
     """
@@ -69,7 +70,7 @@ def headline(comparison: Comparison) -> Verdict | None:
 
 
 def reference(comparison: Comparison) -> str:
-    """The row with which the others are compared: the best Transformer row, or the best row if there is none."""
+    """The row with which other rows are compared: the best Transformer row, else the best row."""
     order = comparison.order
     return next((name for name in order if is_transformer(comparison.row(name))), order[0])
 
@@ -165,7 +166,7 @@ def verdict_cell(comparison: Comparison, row: RowRecord) -> str:
 
 
 def gap_cell(comparison: Comparison, gap: Difference | None, *, is_short: bool = False) -> str:
-    """A difference with its interval and certainty; the short text has the certainty alone, and only of noise."""
+    """A difference with its interval and certainty; the short text has no interval, and says only if it is noise."""
     if gap is None:
         return "no validation yet"
     size = f"{gap.difference:+.1f} {_percent(comparison)}"
@@ -242,7 +243,7 @@ def _at_the_budget(comparison: Comparison, found: Verdict) -> str:
 
 
 def _elsewhere(comparison: Comparison, found: Verdict) -> str:
-    """The difference of two rows at the equal amounts that are not the budget, and the compute for the same score."""
+    """The difference of two rows at equal tokens, FLOPs or time (not the budget), and the compute for equal scores."""
     other = found.reference
     texts: list[str] = []
     for axis in (axis for axis in EQUAL if axis not in comparison.budget):
@@ -273,13 +274,13 @@ def _unit(comparison: Comparison) -> str:
 
 
 def caveats(comparison: Comparison) -> Iterator[str]:
-    """What a reader of the verdict must know besides: rows that may be as good, unequal tuning, chance."""
+    """Sentences that qualify the verdict: on rows that may be as good, unequal tuning, and the accuracy of guessing."""
     if not comparison.is_ranked or len(comparison.order) < 2:
         return
     best, found = comparison.order[0], headline(comparison)
     said = {found.row, found.reference} if found else set()
     if noisy := [d.one for d in comparison.to_best if d.within_noise and {d.one, best} != said]:
-        yield f"{_are(noisy)} within noise of {best}, the best mean (p > {LEVEL:g}, corrected for all pairs)."
+        yield f"{_are(noisy)} within noise of {best}, which has the best mean (p > {LEVEL:g}, corrected for all pairs)."
     if sentence := _tuned_unlike(comparison):
         yield sentence
     if comparison.chance is not None:

@@ -49,7 +49,7 @@ class MultilinLM(HFLM):
         if trust_remote_code:
             raise InputError("trust_remote_code: True given, but multilin never runs code that comes with a model")
         if others:
-            raise InputError(f"{next(iter(others))}: unknown argument of the model multilin")
+            raise InputError(f"{next(iter(others))}: not an argument of lm-eval's model `multilin`")
         run = run or load_run(pretrained)
         # lm-eval's command line asks for cuda:0 by default, also on machines without a GPU.
         if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):

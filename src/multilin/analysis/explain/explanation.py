@@ -22,7 +22,10 @@ from multilin.runs.load import longest_text
 NUM_GUESSES = 3
 
 ATTENTION = "A weight is the token's share in this head's softmax attention, as transformers reports it."
-MEAN = "A weight is the mean of the shares over all layers and heads, where the position's own term is added."
+MEAN = (
+    "A weight is the mean over all layers and heads of the token's share. For the position's own token, the share of "
+    "the own term is added."
+)
 FEWEST_RANKED = 3  # fewest tokens for a rank correlation
 MOST_LOGITS = 2**24  # in one forward pass
 
@@ -44,7 +47,7 @@ class Removal:
 def next_token_log_probabilities(
     model: PreTrainedModel, ids_BT: Tensor, kept: int = 0, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; at all if `kept` is 0."""
+    """Log probabilities (B, T, V) of next tokens in float64, at the last `kept` positions; at all positions for 0."""
     arguments: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": kept}
     if positions_BT is not None and "position_ids" in inspect.signature(model.forward).parameters:
         # Without a mask, transformers would read a gap in the positions as the start of another text.
@@ -137,7 +140,7 @@ def _ranks(values: NDArray[np.generic]) -> NDArray[np.float64]:
 class Step:
     """One step of a layer in which positions read each other.
 
-    layer: number of the layer, from 1; 0 stands for the mean over all layers.
+    layer: number of the layer, from 1; 0 is the mean over all layers.
     name: name of the step in its layer; empty if the layer has only one.
     reading: weights of one text, in float64 on the CPU.
     agreements: one for each head, and the last for the mean over the heads; empty if removal was not measured.
@@ -238,7 +241,7 @@ def largest(values_S: NDArray[np.float64], number: int) -> list[int]:
 
 
 def by_character(values_S: NDArray[np.float64], lengths: list[int]) -> NDArray[np.float64]:
-    """Turn values (..., S) of tokens into (..., C): a character gets its tokens' largest value, by size."""
+    """Turn values (..., S) of tokens into (..., C) of characters: the largest value in magnitude among their tokens."""
     starts = np.cumsum([0, *lengths[:-1]])
     high, low = (function.reduceat(values_S, starts, axis=-1) for function in (np.fmax, np.fmin))
     return np.where(-low > high, low, high)

@@ -111,7 +111,7 @@ def _passage(run: Run, settings: ExplainSettings, progress: Progress) -> tuple[l
     recipe = recipe_of(run)
     if recipe is None:
         raise InputError(
-            f"text: none given, and {run.folder} has no {RECIPE_FILE} that names one; give --text or --file"
+            f"text: none given, and {run.folder} has no {RECIPE_FILE} that names a text; give --text or --file"
         )
     packed, document = validation_text(run, recipe, progress), settings.document or 0
     if document >= packed.num_documents:
@@ -183,8 +183,8 @@ def finding(explanation: Explanation) -> str:
     if overall.nearness >= overall.correlation:
         sentence += " The distance of a token predicts its effect as well as its weight, or better."
     return (
-        f"Rank correlation with the effects of removal: weights {overall.correlation:.2f}, nearness alone "
-        f"{overall.nearness:.2f} ({plural(overall.positions, 'position')}). {sentence}"
+        f"Rank correlation with the effects of removal: {overall.correlation:.2f} for the weights, "
+        f"{overall.nearness:.2f} for nearness alone ({plural(overall.positions, 'position')}). {sentence}"
     )
 
 

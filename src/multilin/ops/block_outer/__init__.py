@@ -12,8 +12,8 @@ __all__ = ["BLOCK_OUTER", "block_outer"]
 BLOCK_OUTER = Op(
     "block_outer",
     [
-        cpu_kernels("compiled, products recomputed backward", cpu.block_outer),
-        Backend("portable (PyTorch, products recomputed backward)", portable.block_outer),
+        cpu_kernels("compiled, products recomputed in the backward pass", cpu.block_outer),
+        Backend("portable (PyTorch, products recomputed in the backward pass)", portable.block_outer),
     ],
     special_cases=[Backend("portable (other block sizes)", portable.block_outer, "cpu", refuses=cpu.refuses_vectors)],
 )

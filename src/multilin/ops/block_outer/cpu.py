@@ -14,7 +14,7 @@ _kernels, _launch = LazyModule("multilin.ops.block_outer.cpu_kernels"), LazyModu
 
 
 def refuses_vectors(*factors: Tensor) -> str | None:
-    """The `Backend.refuses` of a special case: take only factors whose products do not fill whole vectors."""
+    """`Backend.refuses` for a special case, which takes only factors whose products do not fill whole vectors."""
     if len(factors) == 1:
         return "only one factor is given"
     left_width, width = factors[0].shape[-1], factors[1].shape[-1]

@@ -17,7 +17,9 @@ DELTA_RULE = Op(
     "delta_rule",
     [
         cpu_kernels("compiled, products by PyTorch in chunks", partial(portable.delta_rule, kernels="cpu")),
-        gpu_kernels("compiled, memory chunk after chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses),
+        gpu_kernels(
+            "compiled, memory updated chunk by chunk", partial(portable.delta_rule, kernels="gpu"), gpu.refuses
+        ),
         Backend("portable (PyTorch, chunks)", portable.delta_rule),
         Backend("reference (PyTorch, token by token)", reference.delta_rule),
     ],

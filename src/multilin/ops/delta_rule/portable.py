@@ -141,7 +141,8 @@ def _gradients(
 def write(
     num_chunks: int, added: Tensor, read: Tensor | None, k_to_end: Tensor, over_chunk: Tensor, memory_MDE: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract from `added` the values that the memory holds, chunk after chunk, and write the rest into the memory.
+    """Chunk by chunk, subtract from `added` the values that the memory holds, and write the differences into the
+    memory.
 
         added -= read M        M <- e^(G_C) M + (e^(G_C - G) K)^T added
 
@@ -244,7 +245,7 @@ _STEPS = {
 
 
 def _by_chunk(num_chunks: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
-    """The parts (M, ...) of tensors (n, ...), chunk after chunk."""
+    """The parts (M, ...) of tensors (n, ...), chunk by chunk."""
     parts = ([None] * num_chunks if x is None else x.unflatten(0, (num_chunks, -1)).unbind() for x in tensors)
     return list(zip(*parts, strict=True))
 

@@ -91,7 +91,9 @@ def int8_linear(
     """
     values = weight.values if isinstance(weight, Rounded) else weight
     if values.ndim != 2 or values.shape[1] != x.shape[-1]:
-        raise InputError(f"weight: shape {tuple(values.shape)} given for x of width {x.shape[-1]}, but must be (m, n)")
+        raise InputError(
+            f"weight: shape {tuple(values.shape)} given for x of width {x.shape[-1]}, but it must be (m, n)"
+        )
     rounded, parameter = _rounded(weight, levels, parameter)
     # For a float32 x, kernels also depend on the dtype of the result.
     dtype = result_dtype(x) if x.dtype == torch.float32 else x.dtype

@@ -1,7 +1,7 @@
 """Code shared by the kernels of all ops. Modules named cpu_* import numba and gpu_* triton; others import neither.
 
 If TRITON_INTERPRET=1 is in the environment before triton is imported, Triton runs its kernels in Python, also on CPU
-tensors. This tests them without a GPU. Dispatch never chooses them for CPU tensors.
+tensors. Tests use this where there is no GPU. Dispatch never chooses them for CPU tensors.
 """
 
 import functools
@@ -96,7 +96,7 @@ def is_exported() -> bool:
 
 
 def refuses_eager(*inputs: object, **options: object) -> str | None:
-    """`Backend.refuses` of a special case that takes only traced calls."""
+    """`Backend.refuses` for a special case, which takes only traced calls."""
     return None if is_traced(*inputs) else "the call is not traced into a graph"
 
 

@@ -76,7 +76,8 @@ def launch_parts(
 def launch(kernel: _Kernel, task: ctypes.Structure, dtype: torch.dtype, times: int, threads: int) -> None:
     """Call kernel(task, elements, index, sources) for index = 0 .. times - 1, on `threads` threads.
 
-    The task is a structure of 64-bit numbers; elements is a null pointer to numbers of this dtype, float32 or bf16.
+    The task is a structure of 64-bit numbers; elements is a null pointer, whose type tells the dtype of the numbers:
+    float32 or bf16.
     """
     address, function, _ = _compiled(kernel, (type(task), dtype))
     _start(address, function, task, times, threads)

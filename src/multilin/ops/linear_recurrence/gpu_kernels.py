@@ -28,7 +28,7 @@ def compose(factor, term, later_factor, later_term):
 
 @triton.jit
 def place(D, BLOCK: tl.constexpr):
-    """This program's channels, part of the time, and text."""
+    """The channels, the part of the time, and the text that this program computes."""
     num_blocks = tl.cdiv(D, BLOCK)
     i = tl.program_id(0)
     return i % num_blocks * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), (i // num_blocks).to(tl.int64)
@@ -64,7 +64,7 @@ def load_candidates(p_inputs, o_t, m_t, o_d, m_d, D):
 
 @triton.jit
 def load_steps(p_inputs, p_starts, p_dhidden, o_t, o_d, T, D, BACKWARD: tl.constexpr):
-    """f and the term of each step, towards later positions or, backward, towards earlier positions."""
+    """f and the term of each step x -> f x + term; steps go to later positions or, backward, to earlier positions."""
     m_t, m_d = o_t < T, o_d < D
     if BACKWARD:
         _, q = load_shares(p_inputs, o_t + 1, o_t + 1 < T, o_d, m_d, D)
@@ -122,7 +122,7 @@ def forward(
     p_inputs, p_starts, p_products, p_ends, p_before, p_hidden, p_after, T, D, length,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Hidden states, and the last of them."""
+    """Store the hidden states, and the last hidden state."""
     o_d, i_part, i_b = place(D, BLOCK)
     p_inputs, p_hidden = p_inputs + i_b * T * 2 * D, p_hidden + i_b * T * D
     p_starts = None if p_starts is None else p_starts + i_b * T

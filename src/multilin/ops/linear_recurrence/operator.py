@@ -1,4 +1,4 @@
-"""The operator of PyTorch around the compiled kernels of both devices: gradients, and shapes for tracing.
+"""The PyTorch operator around the compiled CPU and GPU kernels, with its gradients and its shapes for tracing.
 
 The modules `cpu` and `gpu` start the kernels, with the same functions `forward` and `backward`. An argument says
 which module to use, because interpreted Triton kernels also take CPU tensors.

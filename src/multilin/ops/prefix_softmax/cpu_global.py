@@ -77,7 +77,7 @@ def gate(task, first, tops, totals, others, g, o):
 
 @njit(forceinline=True, **SCALARS)
 def mean_row(past, lost, left, new, v, y, w, a, g, o, is_gated, has_own, is_summary, i):
-    """Add one token to `new`, `lost` and `left` (see `move_on`); unless for a summary, also compute y."""
+    """Add one token to `new`, `lost` and `left` (see `move_on`), and compute y, which a summary does not need."""
     H, D = new.shape
     for h in range(H):
         weight, decay, gate, own = w[i, h], a[i, h], g[i, h], o[i, h] if has_own else ZERO
@@ -145,7 +145,7 @@ def forward_summaries(tasks, values, index, sources):
 
 @njit(**SCALARS)
 def merge_token(top, total, mean, h, passes, new_top, new_total, new_mean):
-    """Merge the state of head h with one token that stands for all later tokens; if not `passes`, replace the state."""
+    """Merge the state of head h with one token that summarises all later tokens; if not `passes`, replace the state."""
     highest = max(top[h] if passes else LOWEST, new_top)
     past = total[h] * exp_negative(top[h] - highest) if passes else 0.0
     new = new_total * exp_negative(new_top - highest)
@@ -205,7 +205,7 @@ def compute_means(task, values, first, means, w, a):
 def back_row(
     later, lost, left, new, C, means, old, v, dy, dv, w, a, g, o, is_gated, has_own, is_summary, dlogits, down, i
 ):
-    """Go back by one position: update C, and `new`, the rows' share of S; unless for a summary, store gradients.
+    """Go back by one position: update C, and `new`, the rows' share of S; store gradients, except for a summary.
 
     The mean before the position begins at element `old` of `means`; if gated, the mean after the position follows.
     Heads are processed in descending order, like positions: ascending order takes twice as long.

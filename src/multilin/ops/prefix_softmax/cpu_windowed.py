@@ -6,7 +6,8 @@ up to r, and a suffix of block c - 1, from r + 1 on. Prefix means m start anew i
 
     y_t = g_t m_t + h_t V_(r+1)          g, h: weights of prefix and suffix; 1 - g - h is the null token's
 
-If a text starts in a block, prefixes begin there and h = 0; tokens before the block's last start have u = 0, b = 1.
+If a text starts in a block, prefixes begin at this start and h = 0; tokens before the block's last start have u = 0, b
+= 1.
 
 Backward, block by block from the last one, with d_t = dy_t . y_t:
 

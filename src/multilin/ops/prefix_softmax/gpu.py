@@ -24,7 +24,7 @@ _launch = LazyModule("multilin.ops.kernels.gpu_launch")
 def refuses(values: Tensor, *_: object) -> str | None:
     """The reason why the kernels do not take a call, or None."""
     if values.shape[-1] > WIDEST:
-        return f"heads are {values.shape[-1]} wide, but it takes at most {WIDEST}"
+        return f"heads are {values.shape[-1]} wide, but the kernels take at most {WIDEST}"
     if 0 in values.shape:
         return f"values of shape {tuple(values.shape)} are empty"
     return None

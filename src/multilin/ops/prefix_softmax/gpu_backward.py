@@ -58,7 +58,7 @@ def summarize_rows(
 def after_part(
     p_text, sums, dfinal, past, o_final, i_b, i_h, i_part, i_split, T, H, D, last, cut, o_d, m_d, BLOCK_D: tl.constexpr
 ):
-    """The row that stands for the final state and for the later parts whose rows all read the whole part."""
+    """One row that summarises the final state and the later parts whose rows all read the whole part."""
     text = text_at(p_text, last - 1)
     low, b_flow, lost = float("inf"), tl.zeros((BLOCK_D,), tl.float32), 0.0
     if dfinal[0] is not None:
@@ -94,7 +94,7 @@ def after_part(
 def read_later(
     b_logits, b_text, o_t, ahead, T, window, p_tops, p_scales, p_deltas, p_text, p_dmeans, dmeans_t, o_d, m_d
 ):
-    """What the rows `ahead` positions later add to gradients of values and subtract from gradients of logits."""
+    """The terms of the rows `ahead` positions later, for the gradients of values (added) and of logits (subtracted)."""
     o_later = o_t + ahead
     m_later = o_later < T
     is_read = o_later[:, None] - o_t[None, :] < window

@@ -50,7 +50,7 @@ def summarize(
 
 @triton.jit
 def before_part(p_text, state, tokens, i_b, i_h, i_part, H, D, cut, o_d, m_d, BLOCK_D: tl.constexpr):
-    """The token that stands for the state and for the parts before a part that it reads completely.
+    """One token that summarises the state and the earlier parts that a part reads completely.
 
     Only tokens of the text with which the previous part ends count.
     """

@@ -1,14 +1,15 @@
 """Steps on tiles that the GPU kernels of the running softmax mean share, and their formulas.
 
-One token stands for all tokens read so far: the largest logit `top`, the `total` of exp(logit - top), and the `mean`.
+One token summarises all tokens read so far: the largest logit `top`, the `total` of exp(logit - top), and the `mean`.
 Inside a chunk, the weights exp(l_j - M_t) of token j at position (row) t form a matrix, which tensor cores multiply by
 the values. M_t is the largest logit that row t reads, so all weights are in [0, 1]. A row's total adds the weights as
 rounded for this product, so that the weights of a mean add up to exactly 1.
 
 Backward, let D_t be a row's total, p_tj = exp(l_j - M_t) / D_t, delta_t = dy_t . y_t. Over the rows t that read j, dv_j
-is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row stands for all rows after a chunk:
-`low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Times
-exp(l_j - low), both are the sums with p_tj. A row reads no logit above its M_t, so this factor is in [0, 1], too.
+is the sum of p_tj dy_t, and dl_j = v_j . dv_j - the sum of p_tj delta_t. One row summarises all rows after a chunk:
+`low` is the smallest M_t, `flow` the sum of exp(low - M_t) / D_t dy_t, and `lost` the same sum of delta_t. Multiplied
+by exp(l_j - low), `flow` and `lost` are the sums with p_tj. A row reads no logit above its M_t, so this factor is in
+[0, 1], too.
 """
 
 import triton
@@ -22,7 +23,8 @@ UNSPECIALIZED = ("cut", "num_slots", "window")  # else Triton compiles a kernel 
 
 @triton.jit
 def place(T, H, D, cut, BLOCK_D: tl.constexpr):
-    """This program's slice of D, head, part of the time and text; the part's bounds; the components, and their mask."""
+    """The slice of D, head, part of the time and text of this program; the part's bounds; the components and their
+    mask."""
     i, num_parts, num_splits = tl.program_id(0), cut.parts, cut.splits
     i_split, i_h, i_part = i % num_splits, i // num_splits % H, i // (num_splits * H) % num_parts
     first, o_d = i_part * cut.length, i_split * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -32,7 +34,7 @@ def place(T, H, D, cut, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def store_token(tokens, i, D, o_d, m_d, top, total, b_mean):
-    """Store a token that stands for others as element i of (tops, totals, means)."""
+    """Store a summary token as element i of (tops, totals, means)."""
     tl.store(tokens[0] + i, top)
     tl.store(tokens[1] + i, total)
     tl.store(tokens[2] + i * D + o_d, b_mean, m_d)

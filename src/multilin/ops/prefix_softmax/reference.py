@@ -16,9 +16,9 @@ class PrefixSoftmaxState(NamedTuple):
     """Tokens that later positions may read: the last `window - 1` tokens or, without a window, a single summary token.
 
     One summary token can replace all tokens read so far: its value is their mean, its logit the log of their total
-    weight. So a state always holds tokens, which the next call reads before the new tokens. Missing tokens have the
-    logit -inf, so the shape is the same from the first call on. The numbers are float32 or better. The logit of a
-    summary token is float64, because rounding errors of float32 would add up from token to token.
+    weight. A state is therefore a sequence of tokens, which the next call reads before the new tokens. Missing tokens
+    have the logit -inf, so the shape is the same from the first call on. The numbers are float32 or better. The logit
+    of a summary token is float64, because rounding errors of float32 would add up from token to token.
     """
 
     logits_BSH: Tensor

@@ -19,7 +19,7 @@ __all__ = ["WINDOWED_ATTENTION", "WindowedAttentionState", "windowed_attention",
 WINDOWED_ATTENTION = Op(
     "windowed_attention",
     [
-        gpu_kernels("tiles, weights recomputed backward", gpu.windowed_attention, gpu.refuses),
+        gpu_kernels("tiles, weights recomputed in the backward pass", gpu.windowed_attention, gpu.refuses),
         Backend("portable (PyTorch, blocks)", portable.windowed_attention),
         Backend("reference (PyTorch, quadratic time)", reference.windowed_attention),
     ],

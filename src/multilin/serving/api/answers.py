@@ -123,7 +123,7 @@ class CompletionForm(Form):
         }  # fmt: skip
 
     def _offset(self, index: int, token: int, num_before: int) -> int:
-        """The number of characters before a token; `num_before` counts new characters (-1: a token of the prompt)."""
+        """The offset of a token in the text; `num_before` new characters precede it (-1: it belongs to the prompt)."""
         if num_before >= 0:
             return len(self.echoes[index]) + num_before
         stream = self._prompts[index]

@@ -30,7 +30,8 @@ class Guard:
         origins: origins of other web pages that may make requests; `*` allows all.
         body_bytes: largest size of a body in bytes.
         is_loopback: refuse requests whose Host header does not name this machine, and requests of other pages. A
-            website could make a browser on this machine send both (the former if its domain resolves to this address).
+            website could make a browser on this machine send such requests (with another Host header if the website's
+            domain resolves to this address).
     """
 
     def __init__(

@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, service: Served, owner: Owner) ->
     session, before = await asyncio.to_thread(_find_text, service, owner, body.session)
     prompts = await asyncio.to_thread(_prompts, service, body, before)
     if session is not None and len(prompts) * (body.n or 1) > 1:
-        raise ApiError(400, "session: a session continues one text; give one prompt and n 1", "session")
+        raise ApiError(400, "session: a session continues one text; give one prompt, and n = 1", "session")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 given, but without echo it should be at least 1", "max_tokens")
     ask = _ask(

@@ -27,7 +27,7 @@ class OptimizerKind:
     """One optimizer.
 
     make: called with parameter groups, `lr`, and `options` by name.
-    learning_rate, weight_decay, clip_norm: defaults if the architecture's own optimizer is another one.
+    learning_rate, weight_decay, clip_norm: defaults if this is not the architecture's own optimizer.
     state_numbers: how many numbers of optimizer state a matrix element needs.
     options: the other fields of the recipe that this optimizer uses, with their defaults.
     normalizes: whether updates are independent of the scale of a gradient; embeddings are then updated by rows.
@@ -160,7 +160,7 @@ def optimizer_bytes(recipe: OptimizerRecipe, model: nn.Module) -> int:
 
     The few numbers per tensor are not counted.
     """
-    assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
+    assert recipe.name is not None, "an optimizer needs a recipe without open fields; see resolve_recipe"
     kind = OPTIMIZERS[recipe.name]
     trained = _trained_numbers(model.parameters())
     numbers = kind.state_numbers * trained
@@ -177,7 +177,7 @@ def _trained_numbers(parameters: Iterable[Tensor]) -> int:
 
 def build_optimizer(recipe: OptimizerRecipe, model: nn.Module, *, decayed: Collection[str]) -> torch.optim.Optimizer:
     """The optimizer of a resolved recipe for a model, with weight decay for the parameters named in `decayed`."""
-    assert recipe.name is not None, "an optimizer needs a recipe that was resolved"
+    assert recipe.name is not None, "an optimizer needs a recipe without open fields; see resolve_recipe"
     assert recipe.weight_decay is not None
     kind = OPTIMIZERS[recipe.name]
     groups = parameter_groups(

@@ -1,5 +1,6 @@
 """`check_layer`: all checks of a layer, as a report; and the checks that need a model."""
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +20,7 @@ from multilin.inference.snapshot import state_tensors
 from multilin.inference.state_file import GROWS
 from multilin.model import MultilinConfig, MultilinForCausalLM
 from multilin.testing import laws
-from multilin.testing.cost import LENGTHS, Meter, cost
+from multilin.testing.cost import LENGTHS, MOST_BYTES, Meter, cost
 from multilin.testing.laws import Finding, Subject, brief, noise
 
 MakeModel = Callable[[], MultilinForCausalLM]
@@ -214,17 +215,23 @@ def _subject(model: MultilinForCausalLM) -> Subject:
     layers = list(model.eval().model.layers)
     if isinstance(layers[0], PlainBlock):
         subject = Subject(layers[0].attention, width=model.config.hidden_size)
-        subject.longest = next((length for length in reversed(LENGTHS) if _can_read(subject, length)), laws.LENGTH)
+        subject.longest = _longest(subject)
         return subject
     return Subject(*layers, width=model.config.hidden_size, longest=model.config.n_positions)
 
 
 @torch.no_grad()
-def _can_read(subject: Subject, length: int) -> bool:
-    try:
-        return bool(subject.read(subject.draw(1, length)))
-    except Exception:
-        return False
+def _longest(subject: Subject) -> int | None:
+    """The longest text that can be read, about; None if none failed."""
+    for shorter, length in itertools.pairwise((laws.LENGTH, *LENGTHS)):
+        try:
+            with Meter() as meter:
+                subject.read(subject.draw(1, length))
+        except Exception:
+            return shorter
+        if meter.peak > MOST_BYTES:
+            break
+    return None
 
 
 def _exact(subject: Subject) -> Subject:

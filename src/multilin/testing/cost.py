@@ -18,18 +18,15 @@ from multilin.testing.laws import Finding, Subject
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 QUADRATIC_SHARE = 0.2  # of the work at the longest text
+MOST_BYTES = 5e8  # alive at once, after which no longer text is tried
 
 
-def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding:
+def cost(subject: Subject, seconds: float = 5.0) -> Finding:
     """Whether the work grows linearly or quadratically with the text, with times beside attention of the same width.
 
     The word follows from counted work: operations of products, and numbers read and written. Where the last two
-    doublings take more than 3.4 times as long, it is quadratic too, for kernels whose work cannot be counted.
-
-    Args:
-        subject: layers in float32.
-        longest: tokens before the last generated token that is timed.
-        seconds: about the time after which longer texts are left out.
+    doublings take more than 3.4 times as long, it is quadratic too, for kernels whose work cannot be counted. After
+    about so many seconds, longer texts are left out.
     """
     attention = Subject(_Attention(subject.width, 3 * subject.width), width=subject.width)
     steps, others, forward, backward = list[float](), list[float](), list[float](), list[Meter]()
@@ -38,7 +35,8 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
     if len(lengths) < 3:
         return Finding("cost", "says", f"The layer reads at most {subject.longest} tokens, too few to see growth.")
     for length in lengths:
-        if len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end:
+        is_late = len(steps) >= 3 and time.perf_counter() + 20 * (steps[-1] + others[-1]) > end
+        if is_late or (len(steps) >= 3 and backward[-1].peak > MOST_BYTES):
             break
         x = subject.draw(1, length)
         with Meter() as meter, torch.no_grad():
@@ -49,8 +47,10 @@ def cost(subject: Subject, longest: int = 4096, seconds: float = 5.0) -> Finding
         backward.append(meter)
         steps.append(_median(_step, subject, x))
         others.append(_median(_step, attention, x))
-    last, spans = lengths[len(steps) - 1], (64, min(longest, (subject.longest or longest) - 8))
-    numbers = {"time": _power(steps), "memory": _power([m.peak for m in backward]), "attention": _power(others)}
+    last, far = lengths[len(steps) - 1], lengths[-1] - 8
+    spans = (64, far if backward[-1].peak * (far / last) ** 2 < 4 * MOST_BYTES else last - 8)
+    measured = {"time": steps, "memory": [meter.peak for meter in backward], "attention": others}
+    numbers = {name: math.log2(sizes[-1] / sizes[-3]) / 2 for name, sizes in measured.items()}
     numbers["quadratic share"] = _quadratic_share(forward)
     word = "linear"
     if numbers["quadratic share"] > QUADRATIC_SHARE or min(steps[-1] / steps[-2], steps[-2] / steps[-3]) > 3.4:
@@ -85,11 +85,6 @@ def _median(task: Callable[..., Any], *arguments: Any) -> float:
         task(*arguments)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
-
-
-def _power(sizes: list[float]) -> float:
-    """The exponent of growth over the last two doublings."""
-    return math.log2(sizes[-1] / sizes[-3]) / 2
 
 
 def _quadratic_share(works: list[float]) -> float:

@@ -20,33 +20,22 @@ Result = Literal["ok", "says", "warning", "failure"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    name: what was checked.
-    result: failure if results would be wrong; warning; ok; or says, for a property that is neither right nor wrong.
-    sentence: the numbers, and for a failure the likely cause.
-    numbers: measured values by name.
-    """
+    """The result of one check, in a sentence with the numbers and, for a failure, the likely cause."""
 
     name: str
-    result: Result
+    result: Result  # failure: results would be wrong; says: a property that is neither right nor wrong
     sentence: str
-    numbers: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)  # measured values
 
 
 class Subject:
-    """Modules that read (B, T, D) vectors and a state, one after another, as the layers of a model do.
-
-    They are used as they are: in the mode, dtype and weights that they have.
+    """Modules that are called with (x, state, layout) one after another, in the mode and dtype that they have.
 
     Args:
-        layers: modules called with (x, state, layout).
-        width: D.
-        longest: the most tokens that they read; None for no limit.
+        layers, width, longest: the modules, D, and the most tokens that they read (None for no limit).
     """
 
-    scales: tuple[float, ...] = (1.0, 1e3, 1e8, 1e30)
-    """Sizes of a token that is changed."""
+    scales: tuple[float, ...] = (1.0, 1e3, 1e8, 1e30)  # sizes of a changed token
 
     def __init__(self, *layers: nn.Module, width: int, longest: int | None = None) -> None:
         self.module: nn.Module = nn.ModuleList(layers)
@@ -207,13 +196,7 @@ def training_is_evaluation(subject: Subject) -> Finding:
 
 @torch.no_grad()
 def pieces_are_whole(subject: Subject, cuts: Sequence[int] | None = None, length: int = LENGTH) -> Finding:
-    """A text read in pieces, with the state handed on, gives the outputs of the text read at once.
-
-    Args:
-        subject: what reads.
-        cuts: where pieces end; several splits, some of them random, if not given.
-        length: number of tokens.
-    """
+    """A text read in pieces that end at the cuts (several random ones if not given) gives the output of the whole."""
     x, draw, half = subject.draw(2, length), random.Random(0), length // 2
     splits = [list(cuts or ())]
     if cuts is None:

@@ -47,8 +47,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_right_layer_has_a_row_for_every_check_and_ends_with_what_to_type_next(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     assert main(["check", f"{file}:Ema", "--hidden-size", "16", "--options.decay", "0.5"]) == 0
     shown = capsys.readouterr()
     lines = {line.split("  ")[0]: line for line in shown.out.splitlines()}

@@ -1,5 +1,6 @@
 """`check_layer`: all checks of a layer, as a report; and the checks that need a model."""
 
+import contextlib
 import itertools
 import time
 import warnings
@@ -179,8 +180,11 @@ def check_layer(
         )  # fmt: skip
         return MultilinForCausalLM(config)
 
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")  # the findings say what they say
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)  # more gain nothing on small tensors, and wait for each other on a busy machine
         report = Report(short_name(name), list(_findings(make_model, [row for row in ROWS if row in rows], progress)))
     if raises and report.failures:
         lines = (f"  {finding.name}: {finding.sentence}" for finding in report.failures)

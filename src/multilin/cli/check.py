@@ -6,8 +6,6 @@ from multilin.cli.messages import as_flags, as_json, loading, say_next
 from multilin.cli.tables import print_table
 from multilin.settings import bounds, settings
 
-STYLES = {"ok": "green", "says": "", "warning": "yellow", "failure": "bold red"}
-
 
 @settings
 class CheckArguments:
@@ -25,8 +23,6 @@ def check(arguments: CheckArguments) -> None:
     The exit status is 1 if a check fails.
     """
     with loading():
-        from rich.text import Text
-
         from multilin.cli.progress import show_progress
         from multilin.testing import check_layer
     with show_progress() as progress:
@@ -37,8 +33,9 @@ def check(arguments: CheckArguments) -> None:
     if arguments.json:
         print(as_json(report))
     else:
-        rows: list[list[str | Text]] = [[f.name, Text(f.result, STYLES[f.result]), f.sentence] for f in report.findings]
-        print_table("llw", rows, head=("check", "result", report.layer))
+        rows = [[finding.name, finding.result, finding.sentence] for finding in report.findings]
+        failed = [index for index, (_, result, _) in enumerate(rows) if result == "failure"]
+        print_table("llw", rows, head=("check", "result", report.layer), bold=failed)
     if report.failures:
         raise SystemExit(1)
     options = as_flags({f"model.options.{name}": value for name, value in arguments.options.items()})

@@ -217,25 +217,18 @@ def _findings(make_model: MakeModel, rows: list[str], progress: Progress) -> Ite
 def _subject(model: MultilinForCausalLM) -> Subject:
     """The module of a user in the first layer, without the norm and the feed-forward; for others all layers."""
     layers = list(model.eval().model.layers)
-    if isinstance(layers[0], PlainBlock):
-        subject = Subject(layers[0].attention, width=model.config.hidden_size)
-        subject.longest = _longest(subject)
-        return subject
-    return Subject(*layers, width=model.config.hidden_size, longest=model.config.n_positions)
-
-
-@torch.no_grad()
-def _longest(subject: Subject) -> int | None:
-    """The longest text that can be read, about; None if none failed."""
+    if not isinstance(layers[0], PlainBlock):
+        return Subject(*layers, width=model.config.hidden_size, longest=model.config.n_positions)
+    subject = Subject(layers[0].attention, width=model.config.hidden_size)
     for shorter, length in itertools.pairwise((laws.LENGTH, *LENGTHS)):
         try:
-            with Meter() as meter:
+            with torch.no_grad(), Meter() as meter:
                 subject.read(subject.draw(1, length))
         except Exception:
-            return shorter
-        if meter.peak > MOST_BYTES:
+            subject.longest = shorter
+        if subject.longest or meter.peak > MOST_BYTES:
             break
-    return None
+    return subject
 
 
 def _exact(subject: Subject) -> Subject:

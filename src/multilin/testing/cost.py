@@ -57,10 +57,9 @@ def cost(subject: Subject, seconds: float = 5.0) -> Finding:
         word = "quadratic"
     elif _quadratic_share([meter.work for meter in backward]) > QUADRATIC_SHARE:
         word = "linear, but backward quadratic (a loop over x[:, t] writes whole gradients; use x.unbind(1)),"
-    x, tokens = subject.draw(1, 1), list[str]()
     with torch.no_grad():
-        for state in [subject.read(subject.draw(1, span))[1] for span in spans]:
-            tokens.append(duration(_median(subject.read, x, state)))
+        states = [subject.read(subject.draw(1, span))[1] for span in spans]
+        tokens = [duration(_median(subject.read, subject.draw(1, 1), state)) for state in states]
     return Finding("cost", "says", (
         f"The work is {word} in the text's length: a step takes {duration(steps[0])} at {lengths[0]} tokens and "
         f"{duration(steps[-1])} at {last:,} (T^{numbers['time']:.1f}; attention {duration(others[-1])}, "

@@ -252,10 +252,7 @@ def state_size(subject: Subject, lengths: Sequence[int] = (64, 192, 768)) -> Fin
 
 
 def finite(subject: Subject) -> Finding:
-    """Outputs and gradients are finite: for tokens of any size, short texts, equal tokens, and in bf16.
-
-    Only what happens at ordinary sizes is a failure.
-    """
+    """Outputs and gradients are finite for short texts, equal tokens, in bf16, and (else a warning) for any size."""
     x = subject.draw(2, 16)
     cases = {
         "1 token": x[:, :1], "2 tokens": x[:, :2], "ordinary tokens": x, "equal tokens": x[:, :1].expand(-1, 16, -1),
@@ -270,9 +267,8 @@ def finite(subject: Subject) -> Finding:
             error = float((subject.read(x)[0].detach() - exact).norm() / exact.norm().clamp(min=1e-30))
         note = f"bf16 differs by {error:.1%}"
     except (RuntimeError, TypeError) as failure:
-        error, note = 1.0, f"training in bf16 will fail ({brief(failure)})"
-        if "not implemented" in str(failure):  # by PyTorch, on a CPU
-            error, note = 0.0, f"bf16 was not checked ({brief(failure)})"
+        error = 0.0 if "not implemented" in str(failure) else 1.0  # by PyTorch, on a CPU
+        note = f"{'training in bf16 will fail' if error else 'bf16 was not checked'} ({brief(failure)})"
     if bad:
         what = f"Not finite: {listed([f'{what} for {case}' for case, what in bad.items()][:3])}"
         cause = "a division by a sum, deviation or norm that is 0, or an exponential without its maximum subtracted"
@@ -295,24 +291,21 @@ def gradients(subject: Subject, length: int = 6) -> Finding:
         return _failure(name, what, "forward does not use it, or detaches what it gives", "warning")
     if {subject.dtype, subject.rounds_to} != {torch.float64}:
         return Finding(name, "ok", "Gradients reach every parameter; finite differences need float64.")
-    precise = {key: tensor for key, tensor in tensors.items() if tensor.dtype in (torch.float64, torch.complex128)}
-    for key, tensor in precise.items():  # gradcheck changes each in place, where the module reads it
-        read = lambda *_: subject.read_pieces(x, [half])  # noqa: E731
-        if not torch.autograd.gradcheck(read, (tensor,), fast_mode=True, raise_exception=False):
+    for key, tensor in tensors.items():  # gradcheck changes each in place, where the module reads it
+        is_precise, read = tensor.dtype in (torch.float64, torch.complex128), lambda *_: subject.read_pieces(x, [half])
+        if is_precise and not torch.autograd.gradcheck(read, (tensor,), fast_mode=True, raise_exception=False):
             what = f"The gradient of {key} differs from finite differences"
             return _failure(name, what, "detach, rounding, or a backward pass of your own", "warning")
     return Finding(name, "ok", "Gradients reach every parameter and equal finite differences.")
 
 
 @torch.enable_grad()
-def _backward(
-    subject: Subject, x: Tensor, outputs: slice = slice(None), cuts: Sequence[int] = ()
-) -> tuple[Tensor, ...]:
+def _backward(subject: Subject, x: Tensor, outputs: slice = slice(None), cuts: Sequence[int] = ()) -> list[Tensor]:
     """Some outputs, and their gradients for x and for the trained parameters, zero where there is none."""
     tensors = [x.detach().clone().requires_grad_(), *(p for p in subject.module.parameters() if p.requires_grad)]
     chosen = subject.read_pieces(tensors[0], cuts)[:, outputs]
     loss = (chosen * noise(chosen, seed=7)).sum() + 0 * tensors[0].sum()
-    return chosen.detach(), *torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)
+    return [chosen.detach(), *torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)]
 
 
 def _not_finite(subject: Subject, x: Tensor) -> str:

@@ -521,6 +521,16 @@ def test_a_warm_up_longer_than_a_trial_is_refused(sandbox: Path) -> None:
         compare(sweep)
 
 
+def test_the_warm_up_takes_at_most_half_of_a_trial(sandbox: Path) -> None:
+    row = {"schedule.warmup_steps": 6, "model.num_layers": 1}
+    stages = [{"optimizer.learning_rate": ["x0.5", "x1"]}]
+    sweep = a_sweep(sandbox, "short", rows={"elita": row}, seeds=[0], stages=stages, trial_share=0.4)
+    (elita,) = compare(sweep).rows
+    folders = [sandbox / "short" / run.folder for run in (*elita.tuning, *elita.runs)]
+    warm_ups = [load_recipe(str(folder)).schedule.warmup_steps for folder in folders]
+    assert warm_ups == [2, 2, 6]  # of 4, 4 and 10 steps
+
+
 def test_a_task_is_judged_by_its_answers(sandbox: Path) -> None:
     task = "copy?num_copied=4&num_symbols=4"
     rows = {"elita": {}, "llama": {}}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from multilin.training.assemble import check_model
 from multilin.training.outcomes import TrainingInterrupted
 from multilin.training.progress import TrainingProgress
 from multilin.training.recipe import Recipe
+from tests.architectures.test_own_file import LAYERS
 
 SMALL = {
     "model": {"hidden_size": 16, "num_layers": 1, "n_positions": 16},
@@ -188,6 +190,22 @@ def test_a_row_changes_the_base_and_the_base_changes_the_recipe(sweep_file: Call
     assert (b.recipe.model.hidden_size, b.recipe.optimizer.learning_rate) == (32, 1e-3)
     assert b.recipe.model.options == {"head_size": 16}
     assert b.recipe.model.config == {"output_bias": "unigram"}
+
+
+def test_a_row_names_a_file_with_a_layer(
+    sweep_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "layers.py").write_text(LAYERS)
+    rows = {
+        "mine": {"model": {"architecture": f"{tmp_path}/layers.py:Gru"}},
+        "mixed": {"model": {"layers": [{"architecture": f"{tmp_path}/layers.py:Loop"}, {"architecture": "elita"}]}},
+    }
+    mine, mixed = rows_of(load_sweep(sweep_file(rows=rows)))
+    assert re.fullmatch(r"layers\.py:Gru@\w{12}", mine.recipe.model.architecture)
+    assert re.fullmatch(r"layers\.py:Loop@\w{12}", mixed.recipe.model.layers[0]["architecture"])
+    with pytest.raises(InputError, match=r"^rows\.mine\.model\.architecture: .* has no class 'Gruu'"):
+        rows_of(load_sweep(sweep_file(rows={"mine": {"model.architecture": f"{tmp_path}/layers.py:Gruu"}})))
 
 
 def test_an_empty_section_of_a_row_changes_nothing(sweep_file: Callable[..., Path]) -> None:

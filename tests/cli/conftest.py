@@ -28,7 +28,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def make(architecture: str) -> Path:
         if architecture not in folders:
-            folders[architecture] = tmp_path_factory.mktemp(architecture)
+            folders[architecture] = tmp_path_factory.mktemp(Path(architecture).stem)
             _write_run(architecture, folders[architecture])
         return folders[architecture]
 

@@ -13,7 +13,8 @@ import torch
 import transformers
 import yaml
 
-from multilin import MultilinForCausalLM
+from multilin import MultilinForCausalLM, trust_code
+from tests.architectures.test_own_file import LAYERS
 
 Call = Callable[..., str]
 LEFT_OUT = ("multilin", "__editable__", "jaxtyping", "numba", "llvmlite", "triton", "annotated_types", "pydantic")
@@ -93,7 +94,21 @@ for folder in (sys.argv[1], sys.argv[2]):
 def test_a_published_run_loads_without_multilin_and_can_be_saved_again(
     additive: Path, cli: Call, environment: Path, tmp_path: Path
 ) -> None:
-    cli("publish", additive, "someone/letters", "--folder", tmp_path / "hub")
+    check_loads_alone(additive, cli, environment, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_users_file_loads_without_multilin(
+    run_folder: Callable[[str], Path], cli: Call, environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "layers.py").write_text(LAYERS)
+    trust_code(tmp_path / "layers.py")
+    check_loads_alone(run_folder(f"{tmp_path}/layers.py:Gru"), cli, environment, tmp_path)
+
+
+def check_loads_alone(run: Path, cli: Call, environment: Path, tmp_path: Path) -> None:
+    cli("publish", run, "someone/letters", "--folder", tmp_path / "hub")
     assert 'from_pretrained("someone/letters", trust_remote_code=True)' in (tmp_path / "hub" / "README.md").read_text()
     home = {"PATH": os.environ["PATH"], "PYTHONPATH": str(environment), "HF_HOME": str(tmp_path / "cache")}
     base = Path(sys.base_prefix) / "bin" / "python3"
@@ -104,7 +119,7 @@ def test_a_published_run_loads_without_multilin_and_can_be_saved_again(
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("[["))
     assert first == second
-    model = MultilinForCausalLM.from_pretrained(additive)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(additive)
+    model = MultilinForCausalLM.from_pretrained(run)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run)
     expected = model(**tokenizer("the cat sat", return_tensors="pt")).logits[0]
     torch.testing.assert_close(torch.tensor(first[0]), expected, rtol=1e-4, atol=1e-2)

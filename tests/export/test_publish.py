@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilin.architectures import architectures, base, get_architecture
 from multilin.errors import InputError
-from multilin.export.publish import model_files, own_architectures, publish_run
+from multilin.export.publish import builtin_architectures, model_files, publish_run
 from multilin.model.config import AUTO_FILE
 from multilin.model.factory import create_model
 from multilin.runs.load import Run
@@ -36,7 +36,7 @@ def test_architectures_of_other_packages_are_left_out(monkeypatch: pytest.Monkey
     mine = dataclasses.replace(get_architecture("elita"), name="mine", layer=type("Mine", (), {"__module__": "mine"}))
     monkeypatch.setitem(base._registry, "mine", mine)
     assert "mine" in architectures()
-    assert "mine" not in own_architectures()
+    assert "mine" not in builtin_architectures()
     model.config.layers[0]["architecture"] = "mine"
     with pytest.raises(InputError, match="a model of mine given, an architecture of another package"):
         publish_run(
@@ -45,7 +45,7 @@ def test_architectures_of_other_packages_are_left_out(monkeypatch: pytest.Monkey
 
 
 def test_the_files_import_nothing_but_pytorch_and_transformers() -> None:
-    files = model_files(own_architectures())
+    files = model_files(builtin_architectures())
     imported = {name for text in files.values() for name in imports(ast.parse(text))}
     relative = {name.removeprefix(".") for name in imported if name.startswith(".")}
     assert {f"{name}.py" for name in relative} == {*files} - {AUTO_FILE}

@@ -311,4 +311,5 @@ RIGHT = (
     EncoderLayer, GatedEma, Gru, LinearAttention, LogScan, LongConvolution, Lstm, Multihead, RunningMean, S4d,
     ShiftedMixer, StatelessConvolution, WindowedAttention,
 )  # fmt: skip
+QUADRATIC = (Attention, CachedAttention, Multihead, WindowedAttention)  # in the work of a step
 MAY_WARN = {RunningMean: {"learns"}}  # which token came before cannot be told from a mean

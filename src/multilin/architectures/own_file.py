@@ -13,14 +13,14 @@ import traceback
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from multilin.architectures.base import Architecture, adopt
-from multilin.architectures.plain_module import plain_architecture
+from multilin.architectures.base import Architecture
+from multilin.architectures.plain_module import adopt_own
 from multilin.errors import InputError, listed, shown
 from multilin.files import write_whole
 from multilin.files.trust import code_hash, is_own, is_trusted, original_path, own_names, remember
@@ -133,6 +133,19 @@ def open_files(names: Iterable[Any], folder: Path) -> None:
             )
 
 
+def open_code(config: Mapping[str, Any], name: str | Path | None) -> None:
+    """Load the layers from users' files of a config that was read from a folder or a repository on the hub."""
+    names = own_names(config)
+    if not names or name is None:
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(name), revision=config.get("_commit_hash"), allow_patterns="*.py"))
+    open_files(names, folder)
+
+
 def _has(source: Source, parts: re.Match[str]) -> bool:
     return source.hash.startswith(parts["hash"])
 
@@ -208,9 +221,8 @@ def _load(source: Source, cls: str) -> str:
     found = _choose(module, source, cls)
     label = found.__name__ if isinstance(found, type) else next(k for k, v in vars(module).items() if v is found)
     name = f"{source.file}:{label}@{source.hash[:HASH_DIGITS]}"
-    architecture = replace(found, name=name) if isinstance(found, Architecture) else plain_architecture(found, name)
+    adopt_own(found, name)
     _sources[name] = source
-    adopt(architecture)
     return name
 
 

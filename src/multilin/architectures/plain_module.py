@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults, adopt
 from multilin.errors import InputError, shown
 from multilin.layers import GeluFeedForward, Layer, ResidualBlock
 from multilin.layers.plain import PlainMixer, Signature
@@ -31,6 +31,11 @@ class PlainOptions(LayerOptions):
         """The option `num_heads`, if there is one and it is a number; else 1."""
         heads = getattr(self, "num_heads", 1)
         return heads if isinstance(heads, int) else 1
+
+
+def adopt_own(found: Any, name: str) -> None:
+    """Make an `Architecture` or a module class from a user's file known by its permanent name."""
+    adopt(dataclasses.replace(found, name=name) if isinstance(found, Architecture) else plain_architecture(found, name))
 
 
 def plain_architecture(module: type[nn.Module], name: str) -> Architecture:

@@ -136,4 +136,4 @@ def why_torch(run: Path) -> str | None:
     config = json.loads((below_adapters(run) / "config.json").read_text(encoding="utf-8"))
     if (config.get("arithmetic") or {}).get("products") == "int8" or config.get("dtype") not in (None, "float32"):
         return "graphs compute in float32 and this model does not, so the same seed would give another text"
-    return kept.get("failure")
+    return str(kept["failure"]).removeprefix("run: ") if "failure" in kept else None

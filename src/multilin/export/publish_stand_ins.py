@@ -26,6 +26,25 @@ def load_settings(cls: type[SettingsT], values: Mapping[str, Any], where: str = 
         raise InputError(f"{where}: {error}") from None
 
 
+def open_code(config: Mapping[str, Any], name: Any) -> None:
+    """Do nothing: the folder's main file imports the layers from users' files."""
+
+
+def resolve(name: str, **_: Any) -> str:
+    """Return the name: names in the folder are permanent."""
+    return name
+
+
+def resolve_fields(model: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+    """Return the section of the model: names in the folder are permanent."""
+    return dict(model)
+
+
+def sources_of(names: Any) -> dict[str, Any]:
+    """Return nothing: transformers copies all files that the folder's main file imports."""
+    return {}
+
+
 class _Absent:
     """A stand-in for types that only annotations need, and for compiled kernels; calls say why they are absent."""
 

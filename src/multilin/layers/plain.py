@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ class PlainMixer(nn.Module):
     def __init__(self, module: type[nn.Module], hidden_size: int, options: dict[str, Any]) -> None:
         super().__init__()
         self.hidden_size, self.signature = hidden_size, Signature.of(module)
-        self._make = lambda: module(hidden_size, **options)
+        self._make = partial(module, hidden_size, **options)
         self.name = module.__name__
         try:
             self.module = self._make()

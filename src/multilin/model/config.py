@@ -11,9 +11,8 @@ from annotated_types import MaxLen
 from transformers import PretrainedConfig
 
 from multilin.architectures.base import LayerOptions, Sizes, get_architecture
-from multilin.architectures.own_file import Source, open_files, resolve, resolve_fields
+from multilin.architectures.own_file import Source, open_code, resolve, resolve_fields
 from multilin.errors import InputError, nearest, prefixed, shorten, shown
-from multilin.files.trust import own_names
 from multilin.layers.linear import Arithmetic
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
@@ -150,7 +149,7 @@ class MultilinConfig(PretrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config as transformers does, but check keyword arguments as strictly as the fields of the file."""
-        _open_code(config_dict, kwargs.get("name_or_path"))
+        open_code(config_dict, kwargs.get("name_or_path"))
         own = [*FIELDS, *TOKEN_IDS, *cls.attribute_map, "num_hidden_layers"]
         given = {name: kwargs.pop(name) for name in own if name in kwargs}
         return super().from_dict({**config_dict, **given}, **kwargs)
@@ -271,19 +270,6 @@ def _count_layers(layers: Sequence[Any], num_layers: int | None, options: Mappin
     if options:
         raise InputError(f"options.{next(iter(options))}: given, but layers are listed; put it into their entries")
     return len(layers)
-
-
-def _open_code(values: Mapping[str, Any], name: Any) -> None:
-    """Load the layers from users' files of a config in a folder or on the hub."""
-    names = own_names(values)
-    if not names or name is None:
-        return
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(str(name), revision=values.get("_commit_hash"), allow_patterns="*.py"))
-    open_files(names, folder)
 
 
 def write_auto_file(folder: Path, sources: Mapping[str, Source]) -> None:

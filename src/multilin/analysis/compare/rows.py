@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from multilin.analysis.compare.sweep import Sweep, builtin_sweep, choices_of, nested
 from multilin.analysis.costs import parameter_counts, training_flops_per_token
+from multilin.architectures.own_file import resolve_fields
 from multilin.data.tasks import is_task
 from multilin.errors import InputError, nearest, plural, prefixed, shown
 from multilin.files import write_whole
@@ -36,6 +37,7 @@ from multilin.training.run_folder import RunFolder
 VALIDATIONS, CHECKPOINTS = 10, 4  # numbers in a run, unless the sweep gives others
 SPEED_FILE = "speed.json"
 MEASURED_STEPS, WARM_UP_STEPS, MEASURED_TURNS = 20, 5, 3
+_WARM_UP = "schedule.warmup_steps"
 LONGEST_PART = 60  # characters of a value in the name of a folder
 Choice = Mapping[str, Any]  # all tuned fields, with one value each
 
@@ -113,14 +115,20 @@ class Plan:
         return (training.global_batch_size or training.batch_size) * self.recipe.model.n_positions
 
     def trial(self, share: float) -> "Plan":
-        """The plan of a trial: this share of the steps, validated and saved at the end. Share 1 returns this plan."""
+        """The plan of a trial: this share of the steps, validated and saved at the end. Share 1 returns this plan.
+
+        The warm-up takes at most half of the steps of a trial, unless its length is tuned.
+        """
         if share == 1:
             return self
         steps = max(1, round(share * self.recipe.training.num_steps))
         training = dataclasses.replace(
             self.recipe.training, max_steps=steps, eval_every_steps=steps, save_every_steps=steps
         )
-        recipe = dataclasses.replace(self.recipe, training=training)
+        schedule = self.recipe.schedule
+        if _WARM_UP not in self.choice:
+            schedule = dataclasses.replace(schedule, warmup_steps=min(schedule.warmup_steps or 0, steps // 2))
+        recipe = dataclasses.replace(self.recipe, training=training, schedule=schedule)
         return dataclasses.replace(self, recipe=recipe, is_trial=True)
 
     def run(self, output: str, seed: int) -> Recipe:
@@ -165,6 +173,8 @@ def rows_of(sweep: Sweep) -> list[Row]:
             raise InputError(
                 f"rows.{name}.data.source: {shown(source)} given with the task {sweep.task}; leave out one of them"
             )
+        with prefixed(f"rows.{name}."):
+            stated |= {"model": resolve_fields(stated["model"], is_typed=True)} if "model" in stated else {}
         recipe = stated.pop("recipe", None)
         values = merge(_start(name, recipe, stated, sweep.task), stated)
         rows.append(Row(name, values, load_settings(Recipe, values, f"rows.{name}"), stated))
@@ -236,7 +246,7 @@ def plan_choice(sweep: Sweep, plan: Plan, choice: Choice, progress: TrainingProg
         (planned,) = _with_budget(sweep, [_plan(plan.row, choice, progress)], progress)
         return planned
     recipe = dataclasses.replace(plan.row.with_choice(choice), training=plan.recipe.training)
-    steps = round((sweep.trial_share if sweep.stages_of(plan.row.name) else 1) * recipe.training.num_steps)
+    steps = round((sweep.trial_share if _WARM_UP in choice else 1) * recipe.training.num_steps)
     if (warmup := recipe.schedule.warmup_steps or 0) >= steps:
         raise InputError(f"schedule.warmup_steps: {warmup} given, but a trial has {plural(steps, 'step')}; give fewer")
     return dataclasses.replace(other, recipe=recipe)
@@ -268,7 +278,7 @@ def _with_budget(sweep: Sweep, plans: list[Plan], progress: TrainingProgress) ->
                 f"budget.{kind}: {amount:g} given, but that is {count:.3g} steps for rows.{name}, more than "
                 f"{MOST_STEPS:,}; give less"
             )
-        shortest = round(sweep.trial_share * count) if sweep.stages_of(name) else count
+        shortest = round(sweep.trial_share * count) if _WARM_UP in plan.choice else count
         if shortest <= (warmup := plan.recipe.schedule.warmup_steps or 0):
             trial = "run" if shortest == count else "trial"
             raise InputError(

@@ -9,6 +9,7 @@ import torch
 from multilin import MultilinForCausalLM, TextState
 from multilin.architectures import architectures
 from multilin.model import MultilinConfig
+from multilin.testing import Subject
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS, LONGEST = 31, 16, 3, 128
 
@@ -44,6 +45,35 @@ CASES = [
 ]
 
 MakeModel = Callable[..., MultilinForCausalLM]
+
+
+class ModelSubject(Subject):
+    """A whole model under the laws of layers: it reads ids and gives logits."""
+
+    module: MultilinForCausalLM
+    scales = (1.0,)
+
+    def __init__(self, model: MultilinForCausalLM) -> None:
+        super().__init__(width=HIDDEN_SIZE, longest=model.config.n_positions)
+        self.module = model
+
+    def draw(self, rows: int, length: int, seed: int = 1) -> torch.Tensor:
+        return random_ids(rows, length, seed=seed)
+
+    def read(self, x: torch.Tensor, state: TextState | None = None) -> tuple[torch.Tensor, TextState]:
+        state = self.module.new_state() if state is None else state.clone()
+        return self.module(x, past_key_values=state).logits, state
+
+    def select(self, state: TextState, rows: list[int]) -> TextState:
+        return state.select(rows)
+
+    def tensors(self, state: TextState) -> list[torch.Tensor]:
+        return [tensor for _, tensor in state.named_tensors()]
+
+
+def layers_of(model: MultilinForCausalLM) -> Subject:
+    """The layers of a model under the laws."""
+    return Subject(*model.model.layers, width=HIDDEN_SIZE, longest=model.config.n_positions)
 
 
 @pytest.fixture(params=CASES)

@@ -10,7 +10,7 @@ import multilin
 SOURCE = Path(multilin.__file__).parent
 ORDER = (
     "errors", "files", "settings", "ops", "layers", "architectures", "model", "data", "runs", "inference", "training",
-    "analysis", "export", "serving", "cli",
+    "analysis", "export", "testing", "serving", "cli",
 )  # fmt: skip
 MOST_LOOSE_MODULES = 5
 

@@ -9,6 +9,7 @@ import torch
 from multilin import MultilinForCausalLM, TextState
 from multilin.architectures import architectures
 from multilin.model import MultilinConfig
+from multilin.testing import Subject
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS, LONGEST = 31, 16, 3, 128
 
@@ -25,6 +26,8 @@ HYBRIDS = {
     ],
 }
 
+MATCH = {"window": 20, "longest": 4}
+
 CASES = [
     *(
         pytest.param({"architecture": name, "options": dict(options)}, id=f"{name}-{variant}")
@@ -35,9 +38,42 @@ CASES = [
         pytest.param({"architecture": "additive", "layers": layers}, id=f"hybrid-{name}")
         for name, layers in HYBRIDS.items()
     ),
+    *(
+        pytest.param({"architecture": name, "options": {}, "match": MATCH}, id=f"{name}-longest_match")
+        for name in ("tscale", "mingru")
+    ),
 ]
 
 MakeModel = Callable[..., MultilinForCausalLM]
+
+
+class ModelSubject(Subject):
+    """A whole model under the laws of layers: it reads ids and gives logits."""
+
+    module: MultilinForCausalLM
+    scales = (1.0,)
+
+    def __init__(self, model: MultilinForCausalLM) -> None:
+        super().__init__(width=HIDDEN_SIZE, longest=model.config.n_positions)
+        self.module = model
+
+    def draw(self, rows: int, length: int, seed: int = 1) -> torch.Tensor:
+        return random_ids(rows, length, seed=seed)
+
+    def read(self, x: torch.Tensor, state: TextState | None = None) -> tuple[torch.Tensor, TextState]:
+        state = self.module.new_state() if state is None else state.clone()
+        return self.module(x, past_key_values=state).logits, state
+
+    def select(self, state: TextState, rows: list[int]) -> TextState:
+        return state.select(rows)
+
+    def tensors(self, state: TextState) -> list[torch.Tensor]:
+        return [tensor for _, tensor in state.named_tensors()]
+
+
+def layers_of(model: MultilinForCausalLM) -> Subject:
+    """The layers of a model under the laws."""
+    return Subject(*model.model.layers, width=HIDDEN_SIZE, longest=model.config.n_positions)
 
 
 @pytest.fixture(params=CASES)
@@ -64,6 +100,7 @@ def make_model(case: dict) -> MakeModel:
             options=case.get("options"),
             eos_token_id=0,
             pad_token_id=1,
+            match=case.get("match"),
             **{**({} if initial else {"initializer_range": 0.3}), "embedding_dropout": 0.0, **model},
         )
         torch.manual_seed(0)

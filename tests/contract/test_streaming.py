@@ -1,16 +1,27 @@
 """The streaming law and what follows from it: causality, rows, padding, and a state that does not grow."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multilin.errors import InputError
-from multilin.layers.base import Layout
-from tests.contract.conftest import HIDDEN_SIZE, LONGEST, VOCAB_SIZE, MakeModel, random_ids, read_in_pieces
+from multilin.testing.laws import (
+    Finding,
+    causal,
+    deterministic,
+    pieces_are_whole,
+    rows_independent,
+    state_size,
+    training_is_evaluation,
+)
+from tests.contract.conftest import LONGEST, VOCAB_SIZE, MakeModel, ModelSubject, layers_of, random_ids, read_in_pieces
 from tests.ops.comparing import LargestTensor
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
+Law = Callable[..., Finding]
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -28,37 +39,29 @@ def test_reading_in_pieces_is_reading_at_once(make_model: MakeModel, cuts, dtype
         assert ((tensor - expected)[both]).norm() <= tolerance * max(expected[both].norm(), 1.0), name
 
 
+@pytest.mark.parametrize("law", [causal, rows_independent, deterministic, pieces_are_whole])
+def test_models_keep_the_laws(make_model: MakeModel, law: Law) -> None:
+    finding = law(ModelSubject(make_model()))
+    assert finding.result == "ok", finding.sentence
+
+
+@pytest.mark.parametrize("law", [causal, rows_independent, deterministic, training_is_evaluation, pieces_are_whole])
+def test_layers_keep_the_laws(make_model: MakeModel, law: Law) -> None:
+    """Without the embedding: a layer that shifts by the maximum of the whole chunk reads ahead, by extreme tokens."""
+    finding = law(layers_of(make_model()))
+    assert finding.result == "ok", finding.sentence
+
+
 def test_token_by_token_is_reading_at_once(make_model: MakeModel) -> None:
-    model, ids = make_model(), random_ids(2, 24)
-    torch.testing.assert_close(read_in_pieces(model, ids, list(range(1, 24)))[0], model(ids).logits, **EXACT)
+    finding = pieces_are_whole(ModelSubject(make_model()), range(1, 24), length=24)
+    assert finding.result == "ok", finding.sentence
 
 
-def test_the_future_changes_nothing(make_model: MakeModel) -> None:
-    model, ids = make_model(), random_ids(1, 50)
-    changed = ids.clone()
-    changed[:, 30:] = random_ids(1, 20, seed=5)
-    torch.testing.assert_close(model(changed).logits[:, :30], model(ids).logits[:, :30], **EXACT)
-
-
-def test_an_extreme_future_changes_nothing(make_model: MakeModel) -> None:
-    """A layer that shifts by the maximum of the whole chunk passes the test above and fails this one."""
-    model = make_model()
-    layout = Layout(torch.arange(50)[None])
-    x = torch.randn(1, 50, HIDDEN_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    for scale in (1e3, 1e8, 1e30):
-        extreme = x.clone()
-        extreme[:, 30:] = scale * torch.randn(1, 20, HIDDEN_SIZE, dtype=torch.float64)
-        for layer in model.model.layers:
-            before, after = layer(x, None, layout)[0], layer(extreme, None, layout)[0]
-            torch.testing.assert_close(after[:, :30], before[:, :30], **EXACT)
-            assert torch.isfinite(after).all()
-
-
-def test_rows_are_independent(make_model: MakeModel) -> None:
-    model, ids = make_model(), random_ids(3, 40)
-    together = model(ids).logits
-    for row in range(3):
-        torch.testing.assert_close(model(ids[row : row + 1]).logits[0], together[row], **EXACT)
+def test_extreme_tokens_stay_finite(make_model: MakeModel) -> None:
+    subject = layers_of(make_model())
+    x = subject.draw(1, 50)
+    for scale in subject.scales:
+        assert subject.read(torch.cat([x[:, :30], scale * x[:, 30:]], dim=1))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("split", [None, 3, 9])
@@ -142,14 +145,12 @@ def test_padding_anywhere_in_a_row_is_inert(make_model: MakeModel, mode: str) ->
 
 
 def test_the_state_does_not_grow(make_model: MakeModel) -> None:
-    model, state = make_model(torch.float32), make_model().new_state()
-    sizes = set()
-    for length in (1, 1, 5, 60, 1):
-        model(random_ids(2, length), past_key_values=state)
-        sizes.add(state.num_bytes)
-        assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.float64, torch.int64}
-        assert {len(tensor) for _, tensor in state.named_tensors()} == {2}
-    assert len(sizes) == 1
+    subject = ModelSubject(make_model(torch.float32))
+    sizes = state_size(subject, (1, 1, 5, 60, 1)).numbers
+    assert sizes["smallest"] == sizes["bytes"]
+    tensors = subject.tensors(subject.read(subject.draw(2, 9))[1])
+    assert {tensor.dtype for tensor in tensors} <= {torch.float32, torch.float64, torch.int32, torch.int64}
+    assert {len(tensor) for tensor in tensors} == {2}
 
 
 def test_streaming_a_longer_text_needs_no_more_memory(make_model: MakeModel) -> None:
@@ -167,7 +168,12 @@ def test_streaming_a_longer_text_needs_no_more_memory(make_model: MakeModel) -> 
 
 def test_a_low_precision_model_keeps_its_state_in_float32_or_better(make_model: MakeModel) -> None:
     _, state = read_in_pieces(make_model(torch.bfloat16), random_ids(1, 9), [4])
-    assert {tensor.dtype for _, tensor in state.named_tensors()} <= {torch.float32, torch.float64, torch.int64}
+    assert {tensor.dtype for _, tensor in state.named_tensors()} <= {
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+    }
 
 
 def test_a_text_beyond_the_limit_is_refused_and_leaves_the_state(make_model: MakeModel) -> None:

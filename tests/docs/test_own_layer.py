@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ from tests.contract.test_reading import (  # noqa: F401
     test_weights_applied_to_the_values_are_what_was_read,
 )
 from tests.contract.test_streaming import (  # noqa: F401
-    test_an_extreme_future_changes_nothing,
+    test_extreme_tokens_stay_finite,
+    test_layers_keep_the_laws,
     test_left_padding_is_inert,
     test_the_state_does_not_grow,
     test_token_by_token_is_reading_at_once,
@@ -47,8 +49,8 @@ PROGRAMS = [
     for page in (ROOT / "README.md", ROOT / "docs" / "own-layer.md")
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 ]
-README, OWN, NAME = "README", "ema", "gated_mean"
-FILES = dict(zip((README, OWN, NAME), PROGRAMS, strict=True))
+README, OWN, CHECK, NAME = "README", "ema", "check", "gated_mean"
+FILES = dict(zip((README, OWN, CHECK, NAME), PROGRAMS, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,16 @@ def test_the_module_of_the_page_runs_from_its_file(tmp_path: Path, monkeypatch: 
     state = model(ids[:, :5]).past_key_values
     onward = model(ids[:, 5:], past_key_values=state).logits
     torch.testing.assert_close(onward, model(ids).logits[:, 5:])
+
+
+@pytest.mark.slow
+def test_the_test_of_the_page_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("ema.py").write_text(FILES[OWN])
+    names: dict[str, Any] = {}
+    exec(FILES[CHECK], names)
+    names["test_ema"]()
 
 
 def test_its_page_says_what_the_file_says(example: Architecture) -> None:

@@ -1,9 +1,9 @@
 """The pages tell the truth: the generated ones are fresh, links lead somewhere, and what commands name exists."""
 
+import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ def test_blocks_can_be_read(page: Path) -> None:
 @on_every_page
 def test_commands_name_what_exists(page: Path) -> None:
     for block in blocks(page):
-        for words in called(block.language, block.text):
+        found = commands(block.text) if block.language == "bash" else []
+        for words in itertools.chain.from_iterable(map(simple_commands, found)):
             try:
                 check(words)
             except (AssertionError, InputError) as error:
@@ -91,26 +92,6 @@ def test_commands_in_sentences_name_what_exists(page: Path) -> None:
             known = {flag.text for flag in flags(VERBS[call[0]])}
             given = [word.split("=")[0].replace("--no-", "--") for word in call[1] if word.startswith("--")]
             assert all(any(f"{name}.".startswith(f"{flag}.") for flag in known) for name in given), code
-
-
-def called(language: str, text: str) -> Iterator[list[str]]:
-    """The words of every command of a block: of a shell, or of a container in a manifest of Kubernetes."""
-    if language == "bash":
-        for command in commands(text):
-            yield from simple_commands(command)
-    elif language in ("yaml", "yml"):
-        for document in yaml.safe_load_all(text):
-            yield from (
-                [*found["command"], *found.get("args", [])] for found in mappings(document) if "command" in found
-            )
-
-
-def mappings(node: Any) -> Iterator[dict[str, Any]]:
-    """All mappings in plain data."""
-    if isinstance(node, dict):
-        yield node
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from mappings(child)
 
 
 def check(words: list[str]) -> None:

@@ -28,6 +28,7 @@ def make_run(name: str, folder: Path, n_positions: int = N_POSITIONS) -> Run:
     if name == "hybrid":
         layers = HYBRIDS["window below, running sums above"]
         config = MultilinConfig.from_architecture("additive", **sizes | {"num_layers": None}, layers=layers)
+        config.match = {"window": 100, "longest": 4}
         model = MultilinForCausalLM(config)
     else:
         model = create_model(name, **sizes, options=OPTIONS.get(name), tie_word_embeddings=False)

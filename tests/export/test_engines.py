@@ -159,9 +159,10 @@ def test_a_model_that_reads_one_token_is_compared(tmp_path: Path) -> None:
     assert comparison.num_tokens == 3
 
 
-def test_the_engine_needs_no_pytorch_and_the_readme_neither(exports: Exports) -> None:
+@pytest.mark.parametrize("name", [FAST, pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_the_engine_needs_no_pytorch_and_the_readme_neither(exports: Exports, name: str) -> None:
     """What answers quickly imports little; and the program in the export's README generates the same tokens."""
-    folder = exports(FAST)[1]
+    folder = exports(name)[1]
     script = f"""
 import sys
 sys.argv[0] = "multilin"  # the command line, which imports what it needs

@@ -53,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (parent / "runtime" / name).write_bytes(content)
     torch.manual_seed(0)
     layers = [{"architecture": name} for name in ("additive", "tscale", "threelin", "elita")]  # every kind of operator
-    model = create_model("additive", layers=layers, hidden_size=32, vocab_size=258, n_positions=512).eval()
+    sizes = {"hidden_size": 32, "vocab_size": 258, "n_positions": 512, "match": {"window": 100, "longest": 4}}
+    model = create_model("additive", layers=layers, **sizes).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter)  # large, so that the tokens vary with what was read

@@ -134,7 +134,8 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_every_op_is_called() -> None:
-    assert {name.split(",")[0] for name in CALLS} - {"rotary"} == all_ops().keys()
+    whole_numbers = {"longest_match"}  # reads and returns ids only; tests/ops/test_longest_match.py
+    assert {name.split(",")[0] for name in CALLS} - {"rotary"} == all_ops().keys() - whole_numbers
 
 
 @pytest.mark.usefixtures("default_dtype")

@@ -53,6 +53,7 @@ class ModelInfo:
     flops_growth: operations that are added by each further token before the current token.
     state_bytes, state_growth: as in `LayerInfo`, but for all layers together.
     longest_text: largest number of tokens the model can read; None for no limit.
+    match: the search for the longest match, and the bytes of its window; None for a model without it.
     """
 
     architecture: str
@@ -64,6 +65,7 @@ class ModelInfo:
     state_growth: int
     longest_text: int | None
     layers: list[LayerInfo]
+    match: dict[str, int] | None = None
 
 
 def find_model(name: str, sizes: ModelSizes) -> tuple[ModelInfo, Architecture | None]:
@@ -106,6 +108,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
     next_flops, next_states = (flops, states) if longest == 2 else _decoding_costs(model, 2)
     layers = _layers(model, states, next_states)
     parameters, embedding_parameters = parameter_counts(model)
+    match = getattr(model.config, "match", None)
     return ModelInfo(
         architecture=" + ".join(dict.fromkeys(layer.architecture for layer in layers)),
         parameters=parameters,
@@ -116,6 +119,7 @@ def describe_model(model: PreTrainedModel) -> ModelInfo:
         state_growth=sum(next_states) - sum(states),
         longest_text=longest,
         layers=layers,
+        match=match and {**match, "state_bytes": 4 * match["window"]},
     )
 
 
@@ -163,7 +167,11 @@ def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
 
 def state_bytes(cache: Cache) -> list[int]:
     """Bytes of each layer's tensors in a model's cache."""
-    layers = cache.parts[1:] if isinstance(cache, TextState) else [vars(layer) for layer in cache.layers]
+    layers = (
+        cache.parts[1:]
+        if isinstance(cache, TextState)
+        else [vars(layer) for layer in cache.layers if layer is not getattr(cache, "layer_of_ids", None)]
+    )
     return [sum(x.nbytes for x in tree_leaves(layer) if isinstance(x, Tensor)) for layer in layers]
 
 

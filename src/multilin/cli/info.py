@@ -74,6 +74,9 @@ def _print_model(info: "ModelInfo") -> None:
         "state": f"{info.state_bytes:,} bytes{_growth(info.state_growth, ' bytes')}",
         "longest text": "any length" if info.longest_text is None else f"{info.longest_text:,} tokens",
     }
+    if info.match is not None:
+        window, longest, size = (f"{info.match[name]:,}" for name in ("window", "longest", "state_bytes"))
+        summary["longest match"] = f"up to {longest} tokens among the last {window}; {size} bytes of state"
     console = make_console()
     print_table("lw", summary.items())
     console.print()

@@ -17,6 +17,7 @@ from typing import Any
 
 import multilin
 from multilin.cli.chat import chat
+from multilin.cli.check import check
 from multilin.cli.compare import compare
 from multilin.cli.demo import demo
 from multilin.cli.evaluate import evaluate, quantize
@@ -42,8 +43,8 @@ HELP = ("-h", "--help", "help")
 TRUST = "--trust-code"
 
 _FUNCTIONS: tuple[Callable[..., None], ...] = (
-    demo, prepare, plan, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize, export,
-    publish, info, tokenizer_train, tokenizer_show, convert, doctor,
+    demo, prepare, plan, check, train, merge, generate, chat, serve, rollout, evaluate, compare, explain, quantize,
+    export, publish, info, tokenizer_train, tokenizer_show, convert, doctor,
 )  # fmt: skip
 VERBS = {function.__name__.replace("_", " "): function for function in _FUNCTIONS}
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -77,7 +78,7 @@ def export_run(
             model_hash=model_hash(run.model),
             architectures=sorted({entry["architecture"] for entry in model.config.layers}), precision="float32",
             vocab_size=model.config.vocab_size, n_positions=model.config.n_positions, end_id=codec.end_id,
-            pad_id=codec.pad_id, eos_id=codec.eos_id, prompt_columns=columns, state=state,
+            pad_id=codec.pad_id, eos_id=codec.eos_id, match=model.config.match, prompt_columns=columns, state=state,
             source=dict(source_hashes(run.folder) if source is None else source), files={},
         )  # fmt: skip
         _write(graphs, manifest, partial)
@@ -101,6 +102,8 @@ def _write(graphs: Mapping[str, onnx.ModelProto], manifest: Manifest, folder: Pa
 
 def _readme(manifest: Manifest) -> str:
     text = resources.files("multilin.export").joinpath("assets/README.md").read_text(encoding="utf-8")
+    only_with_match = r"<!-- match -->\n(.*?)<!-- end -->\n"
+    text = re.sub(only_with_match, "" if manifest.match is None else r"\1", text, flags=re.DOTALL)
     values = dataclasses.asdict(manifest)
     values["architectures"] = ", ".join(manifest.architectures)
     values["limit"] = f"at most {manifest.n_positions} tokens" if manifest.n_positions else "any number of tokens"

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from multilin.errors import as_input_error
-from multilin.inference.manifest import graph_tensors
+from multilin.inference.manifest import MATCH_INPUTS, graph_tensors
 from multilin.inference.snapshot import describe_state, example_state
 from multilin.inference.state_file import StateTensor
 from multilin.layers.base import Layout
 from multilin.model import MultilinForCausalLM
 from multilin.model.factory import evaluation_mode
+from multilin.model.match import Matches
 from multilin.model.state import like, named_tensors, parts_of
 from multilin.ops.ring import Ring, slots_of
 
@@ -28,7 +29,8 @@ class Step(nn.Module):
     """A model that reads T new tokens of each row.
 
     With one column, call `forward(input_ids, num_read, *tensors)`; with several, `forward(input_ids, num_new, num_read,
-    *tensors)`, where `num_new` is each row's number of new tokens. Logits are computed after each row's last token.
+    *tensors)`, where `num_new` is each row's number of new tokens. Logits are computed after each row's last token. In
+    a model with the longest match, two inputs follow `input_ids`: the predicted ids and the lengths, (rows, T) each.
 
     Windows are rings with any number S of slots; token number n is in slot n mod S. For a ring, the result is the new
     tokens, (rows, T, ...), which the caller writes into their slots. For other tensors, the result is the new values.
@@ -43,7 +45,9 @@ class Step(nn.Module):
 
     def forward(self, input_ids: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Logits (B, V), then a tensor for each of `tensors`."""
-        has_padding = self.num_columns > 1
+        has_padding, matches = self.num_columns > 1, None
+        if self.model.config.match is not None:
+            matches, inputs = Matches(*inputs[:2]), inputs[2:]
         num_new_B = inputs[0] if has_padding else None
         num_read_B, *tensors = inputs[has_padding:]
         index_T = torch.arange(self.num_columns, device=input_ids.device)
@@ -54,7 +58,7 @@ class Step(nn.Module):
         layout = Layout(positions_BT, None, padding_BT)
         body, after = self.model.model, dict[str, Tensor]()
         given = {about.name: _turn(tensor, about) for about, tensor in zip(self.tensors, tensors, strict=True)}
-        x_BTD = body.embedding(input_ids, layout)
+        x_BTD = body.embedding(input_ids, layout, matches)
         for index, (layer, value) in enumerate(zip(body.layers, self.values, strict=True)):
             name = f"layers.{index}"
             x_BTD, state = layer(x_BTD, _open(value, name, given, num_read_B), layout)
@@ -69,7 +73,8 @@ class Step(nn.Module):
     def example(self) -> dict[str, Tensor]:
         """Inputs by name, with `EXAMPLE_ROWS` rows; rings have at most `EXAMPLE_SLOTS` slots."""
         rows = EXAMPLE_ROWS
-        inputs = {"input_ids": torch.zeros(rows, self.num_columns, dtype=torch.long)}
+        names = ["input_ids", *(MATCH_INPUTS if self.model.config.match is not None else ())]
+        inputs = {name: torch.zeros(rows, self.num_columns, dtype=torch.long) for name in names}
         if self.num_columns > 1:
             inputs["num_new"] = torch.ones(rows, dtype=torch.long)
         inputs["num_read"] = torch.full((rows,), 2)

@@ -12,6 +12,11 @@ from multilin.settings.inputs import read_json
 
 FORMAT = "multilin-onnx-2"
 GRAPHS = ("step.onnx", "prompt.onnx")
+MATCH_INPUTS = ("match_predicted", "match_length")
+"""Inputs of graphs with the longest match, (rows, T) int64 each: the program that runs a graph finds the match."""
+
+MATCH_TOKENS = "embedding.match.tokens_BS"
+"""The tensor of the state with the last tokens, in which the longest match is searched."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Manifest:
     vocab_size, n_positions: V, and the number of tokens of the longest text, None for no limit.
     end_id, pad_id: the token that begins and ends a text, and the token of padding.
     eos_id: another token that ends a text, if there is one.
+    match: window and longest of the search for the longest match; None for a model without it.
     prompt_columns: number of tokens of each row that prompt.onnx reads at once.
     state: descriptions of the state's tensors.
     source: SHA-256 of the files that the model was exported from.
@@ -42,6 +48,7 @@ class Manifest:
     source: dict[str, str]
     files: dict[str, str]
     eos_id: int | None = None
+    match: dict[str, int] | None = None
     format: str = FORMAT
 
 

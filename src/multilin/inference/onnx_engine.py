@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from multilin.data.added_text import plain_tokenizer
 from multilin.errors import InputError, as_input_error
-from multilin.inference.manifest import Manifest, graph_tensors, read_manifest
+from multilin.inference.manifest import MATCH_INPUTS, MATCH_TOKENS, Manifest, graph_tensors, read_manifest
+from multilin.inference.matching import from_window, read_tokens, to_window
 from multilin.inference.state_file import StateContents, StateOwner, StateTensor
 from multilin.inference.text import TextCodec
 from multilin.ops.threads import available_cores, free_cores
@@ -34,12 +35,14 @@ class OnnxState:
     about: descriptions of the tensors that the graphs take.
     embedding: state of the embedding, (rows,) int64 by name: `num_read_B`, `hash_B` and `document_B`.
     tensors: inputs of the graphs by name: summaries, and rings, which hold token number n in slot n mod slots.
+    texts: the last tokens of each row, see `multilin.inference.matching`; used by models with the longest match.
     room: rings with spare rows; the rings in `tensors` are their first rows.
     """
 
     about: Sequence[StateTensor]
     embedding: dict[str, NDArray[np.int64]]
     tensors: dict[str, NDArray[Any]]
+    texts: list[str]
     room: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
@@ -57,7 +60,7 @@ class OnnxState:
                 shape[0] = min(FEWEST_SLOTS, shape[0])
             tensor = np.full((num_rows, *shape), one.empty, one.dtype)
             tensors[one.name] = np.ascontiguousarray(_slots_first(tensor, one))
-        return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors)
+        return cls(about, {name: np.zeros(num_rows, np.int64) for name in EMBEDDING}, tensors, [""] * num_rows)
 
     @classmethod
     def from_contents(cls, about: Sequence[StateTensor], given: Mapping[str, NDArray[Any]]) -> "OnnxState":
@@ -69,14 +72,18 @@ class OnnxState:
             if one.is_ring:
                 tensor = _slots_first(_as_ring(tensor, one, embedding["num_read_B"]), one)
             tensors[one.name] = np.array(tensor, one.dtype, order="C")
-        return cls(about, embedding, tensors)
+        num_rows = len(embedding["num_read_B"])
+        texts = from_window(given[MATCH_TOKENS]) if MATCH_TOKENS in given else [""] * num_rows
+        return cls(about, embedding, tensors, texts)
 
     def contents(self, wanted: Sequence[StateTensor]) -> dict[str, NDArray[Any]]:
         """The tensors of a state file."""
         given = {f"embedding.{name}": numbers for name, numbers in self.embedding.items()}
         tensors: dict[str, NDArray[Any]] = {}
         for one in wanted:
-            if one.is_ring:
+            if one.name == MATCH_TOKENS:
+                tensors[one.name] = to_window(self.texts, one.shape[0])
+            elif one.is_ring:
                 tensors[one.name] = self._in_order(one)
             elif one.name in given or one.kind == "count":
                 tensors[one.name] = given.get(one.name, self.num_read).copy()
@@ -126,7 +133,8 @@ class OnnxState:
         """A copy of these rows in this order."""
         index = np.array(rows, np.int64)
         tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return OnnxState(self.about, {name: numbers[index] for name, numbers in self.embedding.items()}, tensors)
+        embedding = {name: numbers[index] for name, numbers in self.embedding.items()}
+        return OnnxState(self.about, embedding, tensors, [self.texts[row] for row in rows])
 
     def join(self, other: "OnnxState") -> None:
         """Append the rows of another state; if a ring has spare rows, only the new rows are copied."""
@@ -147,6 +155,7 @@ class OnnxState:
             room[before:after] = added
             self.tensors[one.name] = room[:after]
         self.embedding = {name: np.concatenate([self.embedding[name], other.embedding[name]]) for name in EMBEDDING}
+        self.texts = self.texts + other.texts
 
     def leave(self, row: int) -> "OnnxState":
         """Remove a row and return it as a separate state; the last row takes its place."""
@@ -156,6 +165,8 @@ class OnnxState:
                 kept = tensor if tensor.flags.writeable else tensor.copy()
                 kept[row] = kept[last]
                 tensors[name] = kept[:last]
+        self.texts[row] = self.texts[last]
+        self.texts.pop()
         for state in (self, left):
             state._shrink()
         return left
@@ -236,7 +247,10 @@ class OnnxEngine:
         with as_input_error(lambda reason: f"export: {path} cannot be loaded ({reason}); export the model again"):
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         names = [given.name for given in session.get_inputs()]
-        expected = [*_LEADING[name], *(about.name for about in self._inputs)]
+        leading = _LEADING[name]
+        if self.manifest.match is not None:
+            leading = [leading[0], *MATCH_INPUTS, *leading[1:]]
+        expected = [*leading, *(about.name for about in self._inputs)]
         outputs = [given.name for given in session.get_outputs()]
         if names != expected or outputs != ["logits", *(f"new.{about.name}" for about in self._inputs)]:
             raise InputError(f"export: {path} does not fit {MANIFEST} beside it; export the model again")
@@ -284,10 +298,27 @@ class OnnxEngine:
         feed = {"input_ids": ids, "num_read": state.num_read, **state.tensors}
         if num_new is not None:
             feed["num_new"] = num_new
+        texts = state.texts
+        if self.manifest.match is not None:
+            texts = self._look_up(texts, ids, counts, feed)
         logits, *new = self._graph(graph).run(None, feed)
         state.add(ids, counts, new)
+        state.texts = texts
         result: NDArray[np.float32] = logits
         return result
+
+    def _look_up(
+        self, texts: list[str], ids: NDArray[np.int64], counts: NDArray[np.int64], feed: dict[str, NDArray[Any]]
+    ) -> list[str]:
+        """Add the longest matches of the first `counts` tokens of each row to `feed`; return the texts after them."""
+        assert self.manifest.match is not None
+        after, (predicted, length) = list[str](), np.zeros((2, *ids.shape), np.int64)
+        for row, (text, count) in enumerate(zip(texts, counts.tolist(), strict=True)):
+            text, *found = read_tokens(text, ids[row, :count].tolist(), **self.manifest.match)
+            predicted[row, :count], length[row, :count] = found
+            after.append(text)
+        feed |= zip(MATCH_INPUTS, (predicted, length), strict=True)
+        return after
 
     def num_read(self, state: OnnxState) -> list[int]:
         """Tokens read by each row."""

@@ -37,7 +37,7 @@ class StateTensor:
 
     name: see `TextState.named_tensors`.
     shape: shape of one row; the length of an axis that grows with the text is GROWS.
-    dtype: "float32", "float64" or "int64".
+    dtype: "float32", "float64", "int32" or "int64".
     kind: a "window" has the last tokens in order; "positions" has the token at position n in slot n. Both have slots
         along the first axis; an empty slot is -inf in a tensor of logits, and 0 in other tensors. A "summary" has no
         slots. A "count" is the number of tokens read.
@@ -233,6 +233,8 @@ def _check_values(tensors: Mapping[str, NDArray[Any]], owner: StateOwner) -> Non
                 raise InputError(f"{name} holds values that are not finite")
         elif (tensor < 0).any():
             raise InputError(f"{name} holds the number {int(tensor.min())}, but a state has no negative numbers")
+        elif last.startswith("tokens") and (tensor > owner.vocab_size).any():
+            raise InputError(f"{name} holds the number {int(tensor.max())}, but ids + 1 are at most {owner.vocab_size}")
         elif last.startswith("num_read") and (tensor > most_tokens).any():
             raise InputError(f"{name} is {int(tensor.max())}, but this model reads at most {most_tokens} tokens")
         elif last.startswith("num_read") and not np.array_equal(tensor, counts_B):

@@ -1,6 +1,7 @@
-"""GPT-2 and Llama with two options of multilin's models, to find out why models differ in quality.
+"""GPT-2 and Llama with three options of multilin's models, to find out why models differ in quality.
 
-With `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, for Llama only,
+With `match` the embedding of a token gets the longest match, see `multilin.model.match`. With
+`output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, for Llama only,
 every product is lin(W, x) = W x / sqrt(width of x), so that weights of unit variance keep the variance of x, and the
 token embedding is drawn with a standard deviation of 1. Under AdamW without weight decay this equals Llama with
 weights W / sqrt(width of x) and, for each matrix, a learning rate divided by sqrt(width of x); the embedding keeps the
@@ -11,43 +12,91 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from multilin.layers.base import Layout
 from multilin.model.head import FixedBias, FixedBiasLinear
+from multilin.model.match import Match, MatchEmbedding
+from multilin.ops.longest_match import MatchState
+from multilin.settings import load_settings
 
 
 class BiasedGPT2Config(GPT2Config):
-    """GPT-2's fields, and `output_bias`."""
+    """GPT-2's fields, `output_bias` and `match`."""
 
     model_type = "multilin_gpt2"
 
 
 class ScaledLlamaConfig(LlamaConfig):
-    """Llama's fields, `unit_variance` and `output_bias`."""
+    """Llama's fields, `unit_variance`, `output_bias` and `match`."""
 
     model_type = "multilin_llama"
 
 
 class _Biased(FixedBias, PreTrainedModel):
-    """A model of transformers whose output gets a fixed bias if the config asks for it."""
+    """A model of transformers with a fixed bias of the output and the longest match, if the config asks for them."""
 
     def __init__(self, config: BiasedGPT2Config | ScaledLlamaConfig) -> None:
         super().__init__(config)
         if config.output_bias == "unigram":
             self.lm_head = FixedBiasLinear(config.hidden_size, config.vocab_size)
+        if config.match is not None:
+            search = load_settings(Match, config.match, "match")
+            self.match = MatchEmbedding(
+                config.hidden_size, search, None if config.tie_word_embeddings else config.vocab_size
+            )
+            self.base_model.register_forward_pre_hook(self._embed, with_kwargs=True)
+        if config.output_bias == "unigram" or config.match is not None:
             self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MatchEmbedding):
+            module.initialize(self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the token embedding."""
+        super().set_input_embeddings(value)
+        if self.config.match is not None:
+            self.match.resize(value.num_embeddings)
+
+    def _embed(self, body: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before the body is called: replace token ids by their embeddings with the longest match."""
+        options = {**dict(zip(("input_ids",), inputs, strict=False)), **options}
+        ids_BT = options.pop("input_ids", None)
+        if ids_BT is None or options.get("inputs_embeds") is not None:
+            return (), options | {"input_ids": ids_BT}  # embeddings have no ids
+        cache, mask, position_ids = (options.get(n) for n in ("past_key_values", "attention_mask", "position_ids"))
+        uses_cache = options.get("use_cache", self.config.use_cache) and not self.training
+        if cache is None and uses_cache:
+            cache = options["past_key_values"] = DynamicCache(config=self.config)
+        known_BT = ids_BT if mask is None or mask.ndim != 2 else ids_BT.where(mask[:, -ids_BT.shape[1] :] != 0, -1)
+        starts_BT = None
+        if position_ids is not None:
+            starts_BT = pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)).expand_as(ids_BT)
+        matches, _ = self.match.look_up(
+            known_BT,
+            _last_tokens(cache, known_BT, self.match.match.window),
+            Layout(ids_BT, starts_BT, needs_state=False),
+        )
+        embed_tokens = self.get_input_embeddings()
+        return (), options | {"inputs_embeds": embed_tokens(ids_BT) + self.match(matches, embed_tokens)}
 
 
 class BiasedGPT2(_Biased, GPT2LMHeadModel):
@@ -78,6 +127,19 @@ class ScaledLlama(_Biased, LlamaForCausalLM):
         if self.config.unit_variance:
             self._scale_inputs()
         return embeddings
+
+
+def _last_tokens(cache: Any, new_BT: Tensor, window: int) -> MatchState | None:
+    """The last tokens before the new ones. A further layer of the cache keeps all ids, in the place of keys."""
+    if cache is None:
+        return None
+    if len(cache.layers) == 0 or not hasattr(cache, "layer_of_ids"):
+        cache.layer_of_ids = DynamicLayer()
+        cache.layers.append(cache.layer_of_ids)
+    layer = cache.layer_of_ids
+    old_BS = layer.keys[:, 0, -window:, 0] if layer.get_seq_length() else new_BT[:, :0]
+    layer.update(new_BT[:, None, :, None], new_BT[:, None, :, None])
+    return MatchState(pad(old_BS + 1, (window - old_BS.shape[1], 0)).int())
 
 
 def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -180,12 +180,12 @@ class MultilinModel(MultilinPreTrainedModel):
 
         If `order` is given, `tokens` are packed in this order, and the returned hidden states are unpacked.
         """
-        layout, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
+        layout, matches, embedding = self.embedding.lay_out(tokens, values[0], mask, packing, needs_state)
         if layout.starts_BT is not None and self.unpackable:
             raise InputError(
                 f"{packing.names}: several documents in a row, but {self.unpackable} layers cannot keep them apart"
             )
-        x_BTD, after = self.embedding(tokens, layout), [embedding]
+        x_BTD, after = self.embedding(tokens, layout, matches), [embedding]
         hidden_states = [x_BTD if order is None else order.unpack(x_BTD)]
         for layer, value in zip(self.layers, values[1:], strict=True):
             x_BTD = hidden_states[-1] if order is None else order.pack(hidden_states[-1])
@@ -249,6 +249,8 @@ class MultilinModel(MultilinPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
         self.embedding.embed_tokens = value
+        if self.embedding.match is not None:
+            self.embedding.match.resize(value.num_embeddings)
 
 
 def _padding_mask(attention_mask: Tensor, num_batch: int, num_time: int) -> Tensor | None:

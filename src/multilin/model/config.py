@@ -14,6 +14,7 @@ from multilin.architectures.base import LayerOptions, Sizes, get_architecture
 from multilin.architectures.own_file import Source, open_code, resolve, resolve_fields
 from multilin.errors import InputError, nearest, prefixed, shorten, shown
 from multilin.layers.linear import Arithmetic
+from multilin.model.match import Match
 from multilin.settings import load_settings, settings
 from multilin.settings.bounds import (
     Factor,
@@ -89,6 +90,7 @@ class MultilinConfig(PretrainedConfig):
         embedding_range: standard deviation of the initial token embedding; None is initializer_range.
         use_cache: whether calls return the state by default.
         arithmetic: fields of `multilin.layers.linear.Arithmetic`; None multiplies floats.
+        match: fields of `multilin.model.match.Match`: adds the longest match to the embedding; None adds nothing.
     """
 
     model_type = "multilin"
@@ -112,6 +114,7 @@ class MultilinConfig(PretrainedConfig):
         initializer_range: Strength = 0.02,
         embedding_range: Strength | None = None,
         arithmetic: Section | None = None,
+        match: Section | None = None,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -125,6 +128,8 @@ class MultilinConfig(PretrainedConfig):
         self.initializer_range: float = fields.initializer_range
         self.layers: list[dict[str, Any]] = [dict(entry) for entry in fields.layers or []]
         self.arithmetic: dict[str, Any] = dict(fields.arithmetic or {})
+        if fields.match is not None:
+            self.match = dataclasses.asdict(load_settings(Match, fields.match, "match"))
         self._check(kwargs)
         self.num_hidden_layers = len(self.layers)
         num_layers = kwargs.pop("num_hidden_layers", len(self.layers))
@@ -186,9 +191,10 @@ class MultilinConfig(PretrainedConfig):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Architecture, width and options of each layer; models with the same kinds can exchange states."""
+        """Architecture, width, options and longest match of each layer; models of equal kinds can exchange states."""
+        match = f", match {json.dumps(self.match)}" if self.match else ""
         return tuple(
-            f"{entry['architecture']} of width {self.hidden_size}, {json.dumps(entry, sort_keys=True)}"
+            f"{entry['architecture']} of width {self.hidden_size}, {json.dumps(entry, sort_keys=True)}{match}"
             for entry in self.layers
         )
 

@@ -8,29 +8,33 @@ from torch import Tensor, nn
 from multilin.errors import InputError
 from multilin.layers.base import Layout
 from multilin.model.config import MultilinConfig
+from multilin.model.match import Match, MatchEmbedding, Matches
 from multilin.model.row_layout import Packing, document_starts
 from multilin.ops.dispatch import can_read_values
 from multilin.ops.shapes import kind_of
+from multilin.settings import load_settings
 
 HASH_FACTOR = 6364136223846793005  # Knuth's multiplier for numbers of 64 bits, which wrap around
 HASH_MASK = 2**63 - 1
 
 
 class EmbeddingState(NamedTuple):
-    """The number and the hash of the tokens that each row has read; every field is int64 of shape (B,).
+    """What the embedding remembers of the tokens that each row has read.
 
-    num_read_B: number of tokens of the current document.
-    document_B: number of the current document in document_ids.
-    hash_B: hash of the token ids of the current document, see `hash_tokens`.
+    num_read_B: (B,) int64 number of tokens of the current document.
+    document_B: (B,) int64 number of the current document in document_ids.
+    hash_B: (B,) int64 hash of the token ids of the current document, see `hash_tokens`.
+    match: the last tokens, where the longest match is searched; None in a model without it.
     """
 
     num_read_B: Tensor
     document_B: Tensor
     hash_B: Tensor
+    match: Any = None
 
 
 class TokenEmbedding(nn.Module):
-    """x_t = token embedding, plus position embedding if positions are learned; with dropout in training."""
+    """x_t = token embedding, plus embeddings of the position and the longest match if the config has them; dropout."""
 
     def __init__(self, config: MultilinConfig) -> None:
         super().__init__()
@@ -39,13 +43,21 @@ class TokenEmbedding(nn.Module):
         self.positions = None
         if config.positions == "learned":
             self.positions = nn.Embedding(int(config.n_positions or 0), config.hidden_size)
+        self.match = None
+        if config.match is not None:
+            search = load_settings(Match, config.match, "match")
+            self.match = MatchEmbedding(
+                config.hidden_size, search, None if config.tie_word_embeddings else config.vocab_size
+            )
         self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """Map ids (B, T), or token embeddings (B, T, D), to (B, T, D)."""
+    def forward(self, tokens: Tensor, layout: Layout, matches: Matches | None = None) -> Tensor:
+        """Map ids (B, T), or token embeddings (B, T, D), to (B, T, D); a model with `match` needs the matches."""
         x_BTD = self.embed_tokens(tokens) if tokens.ndim == 2 else tokens.to(self.embed_tokens.weight.dtype)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
+        if self.match is not None:
+            x_BTD = x_BTD + self.match(matches, self.embed_tokens)
         return self.dropout(x_BTD)
 
     def lay_out(
@@ -55,8 +67,8 @@ class TokenEmbedding(nn.Module):
         mask: Tensor | None,
         packing: Packing,
         needs_state: bool,
-    ) -> tuple[Layout, EmbeddingState | None]:
-        """Find positions, document starts and padding of these tokens, and the state after them.
+    ) -> tuple[Layout, Matches | None, EmbeddingState | None]:
+        """Find positions, document starts, padding and longest matches of these tokens, and the state after them.
 
         Args:
             tokens: (B, T) ids or (B, T, D) embeddings.
@@ -90,7 +102,11 @@ class TokenEmbedding(nn.Module):
         if can_read_values(positions_BT):
             self._check_positions(positions_BT, padding_BT, state is None, packing)
         layout = Layout(positions_BT, starts_BT, padding_BT, needs_state)
-        return layout, _state_after(tokens, layout, packing, state_before) if needs_state else None
+        after = _state_after(tokens, layout, packing, state_before) if needs_state else None
+        if self.match is None:
+            return layout, None, after
+        matches, found = self.match.look_up(tokens, state_before.match, layout)
+        return layout, matches, None if after is None else after._replace(match=found)
 
     def _check_positions(
         self, positions_BT: Tensor, padding_BT: Tensor | None, is_start: bool, packing: Packing
@@ -159,7 +175,7 @@ def hash_tokens(input_ids: Tensor, before_B: Tensor, counts_BT: Tensor | None = 
 def _state_after(tokens: Tensor, layout: Layout, packing: Packing, before: EmbeddingState) -> EmbeddingState:
     """The state after the last token of each row."""
     num_time = tokens.shape[1]
-    num_read_B, document_B, hash_B = before
+    num_read_B, document_B, hash_B = before[:3]
     last_B1 = torch.full_like(num_read_B, num_time - 1)[:, None]
     is_empty_B = torch.zeros_like(num_read_B, dtype=torch.bool)
     if layout.padding_BT is not None:

@@ -15,11 +15,11 @@ from multilin.files.trust import is_own
 from multilin.model.baselines import BiasedGPT2Config, ScaledLlamaConfig
 from multilin.model.config import MultilinConfig, TokenIds
 from multilin.settings import load_settings, settings
-from multilin.settings.bounds import Fraction, Multiple, Strength
+from multilin.settings.bounds import Fraction, Multiple, Section, Strength
 
 
 def _gpt2(hidden_size: int, num_layers: int, num_heads: int, dropout: float, **sizes: Any) -> PretrainedConfig:
-    kind = BiasedGPT2Config if "output_bias" in sizes else GPT2Config
+    kind = BiasedGPT2Config if sizes.keys() & _OURS else GPT2Config
     return kind(
         n_embd=hidden_size, n_layer=num_layers, n_head=num_heads, n_positions=sizes.pop("n_positions"),
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **sizes,
@@ -40,7 +40,11 @@ BASELINES = {"gpt2": _gpt2, "llama": _llama}
 """Models of transformers, built at the sizes of multilin's: same width, depth, heads, vocabulary and tied output."""
 
 DEFAULT_NUM_LAYERS = 6
-_OURS = {"unit_variance": False, "output_bias": "none"}  # fields that transformers' configs lack, and their defaults
+_OURS = {
+    "unit_variance": False,
+    "output_bias": "none",
+    "match": None,
+}  # fields that transformers' configs lack, and their defaults
 
 
 @settings
@@ -59,6 +63,7 @@ class BaselineConfig(TokenIds):
     tie_word_embeddings: bool = True  # the output projection shares the token embedding
     unit_variance: bool = False  # llama only: divide products by sqrt(width of the input), for weights of unit variance
     output_bias: Literal["unigram", "none"] = "none"  # unigram adds the log of the token counts to the logits
+    match: Section | None = None  # adds the longest match to the embedding: {window: 4096, longest: 8}
 
 
 def model_names() -> list[str]:

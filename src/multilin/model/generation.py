@@ -199,7 +199,7 @@ def _num_columns_read(name: str, tokens: Tensor, mask: Tensor | None, state: Tex
     Raises:
         InputError: the text has no new tokens, or does not begin with the tokens that were read.
     """
-    num_read_B, _, hash_B = state.parts[0]
+    num_read_B, _, hash_B = state.parts[0][:3]
     counts_BT = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
     num_new_B = counts_BT.sum(dim=1).to(num_read_B.device) - num_read_B
     how = "give the whole text with new tokens at its end, or the new tokens alone with new_tokens_only=True"

@@ -114,6 +114,7 @@ def _check_plain(section: Mapping[str, Any]) -> Any:
     raise ValueError(f"more than {_MOST_VALUES} values given")
 
 
+MatchLength = Annotated[int, _NUMBER, Ge(1), Le(64)]  # tokens of the longest match
 Section = Annotated[dict[str, Any], MaxLen(1000), AfterValidator(_check_plain)]
 """A section whose fields are checked by another class of settings."""
 LayerList = Annotated[list[Section], MaxLen(MOST_LAYERS)]  # a section for each layer

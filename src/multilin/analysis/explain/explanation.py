@@ -5,7 +5,7 @@ Each token is removed in turn, and the model reads the text again.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from multilin.errors import InputError
 from multilin.layers.reading import Reading, record_readings
 from multilin.model import MultilinForCausalLM
+from multilin.model.match import find_matches
 from multilin.runs.load import longest_text
 
 NUM_GUESSES = 3
@@ -173,6 +174,8 @@ class Explanation:
     guesses: the likeliest next tokens after each token, as pairs (id, probability).
     steps: the steps of all layers, preceded by their mean if every weight is a share; empty if no weights can be read.
     removal: effects of removing tokens; None if they were not measured.
+    matches: the longest match of each token, as a pair (predicted id, length), with length 0 where there is none; empty
+        for a model without it.
     """
 
     token_ids: list[int]
@@ -180,6 +183,7 @@ class Explanation:
     guesses: list[list[tuple[int, float]]]
     steps: list[Step]
     removal: Removal | None
+    matches: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def last_weights_S(self) -> NDArray[np.float64] | None:
@@ -231,7 +235,9 @@ def explain(
     ]
     removal = measure_removal(model, ids_T, batch_size=batch_size, progress=progress) if remove else None
     steps = [_step(*reading, removal) for reading in _readings(model, ids_T)]
-    return Explanation(token_ids, losses_K.cpu().numpy(), guesses, steps, removal)
+    found = find_matches(model, ids_T[None])
+    matches = [] if found is None else list(zip(*(numbers_BT[0].tolist() for numbers_BT in found), strict=True))
+    return Explanation(token_ids, losses_K.cpu().numpy(), guesses, steps, removal, matches)
 
 
 def largest(values_S: NDArray[np.float64], number: int) -> list[int]:

@@ -68,7 +68,8 @@ def page(report: Report) -> str:
 def _numbers(report: Report, *, packed: bool) -> dict[str, Any]:
     """All numbers and their meanings, with arrays as lists, or packed as base64 of little-endian float32."""
     explanation, removal = report.explanation, report.explanation.removal
-    texts = zip(explanation.token_ids, report.tokens, [*explanation.losses, np.nan], explanation.guesses, strict=True)
+    matches = explanation.matches or [(0, 0)] * len(report.tokens)
+    columns = explanation.token_ids, report.tokens, [*explanation.losses, np.nan], explanation.guesses, matches
     starts = np.cumsum([0, *(num_tokens for num_tokens, _ in report.characters)]).tolist()
     effects = removal and {"divergence": removal.divergence_TS, "loss_change": removal.loss_change_TS}
     return {
@@ -79,8 +80,9 @@ def _numbers(report: Report, *, packed: bool) -> dict[str, Any]:
                 "text": text,
                 "loss_of_next": _rounded(loss),
                 "guesses": [{"id": i, "text": report.texts[i], "probability": _rounded(p)} for i, p in guesses],
+                "match": {"length": length, "id": found, "text": report.texts[found]} if length else None,
             }
-            for token_id, text, loss, guesses in texts
+            for token_id, text, loss, guesses, (found, length) in zip(*columns, strict=True)
         ],
         "characters": [
             {"first": first, "tokens": num_tokens, "text": text}

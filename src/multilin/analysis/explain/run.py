@@ -101,7 +101,8 @@ def explain_run(
         run.model, token_ids, remove=settings.remove, batch_size=settings.batch_size,
         progress=lambda done: progress("removing tokens", done, len(ids)),
     )  # fmt: skip
-    named = sorted({*token_ids, *(token_id for guesses in explanation.guesses for token_id, _ in guesses)})
+    guessed = {token_id for guesses in explanation.guesses for token_id, _ in guesses}
+    named = sorted({*token_ids, *guessed, *(token_id for token_id, _ in explanation.matches)})
     texts = dict(zip(named, token_texts(run.tokenizer, named), strict=True))
     tokens, characters = [texts[token_id] for token_id in token_ids], whole_characters(run.tokenizer, token_ids)
     return Report(str(run.folder), source, tokens, characters, texts, explanation)
@@ -130,6 +131,10 @@ def answer(report: Report) -> str:
     weights_S, effects_S = explanation.last_weights_S, explanation.last_effects_S
     guess, share = explanation.guesses[-1][0]
     sentences = [f"After this text the model expects {report.texts[guess]!r} ({share:.0%})."]
+    if explanation.matches:
+        predicted, length = explanation.matches[-1]
+        before = f"{plural(length, 'token')} occurred before, followed by {report.texts[predicted]!r}"
+        sentences.append(f"Longest match: the last {before}." if length else "The last token did not occur before.")
     weighed = [] if weights_S is None else largest(weights_S, NUM_NAMED)
     names = [f"{label} at {place}" if place else "the start of the text" for place, label in enumerate(report.labels)]
     if weights_S is None:

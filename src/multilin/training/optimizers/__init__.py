@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from multilin.architectures.base import TrainingDefaults
 from multilin.errors import InputError
 from multilin.layers import ParameterHolder
+from multilin.model.match import MatchEmbedding
 from multilin.model.memory import FLOAT_BYTES
 from multilin.training.optimizers.matrix_moment import MatrixMoment
 from multilin.training.optimizers.muon import Muon
@@ -84,10 +85,11 @@ def resolve_optimizer(recipe: OptimizerRecipe, defaults: TrainingDefaults) -> Op
 
 
 def row_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that have a row for each token: a language model's input and output embeddings."""
+    """The parameters that have a row for each token: embeddings of the input, of longest matches, and the output."""
     if not isinstance(model, PreTrainedModel):
         return []
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    found = [module.predicted for module in model.modules() if isinstance(module, MatchEmbedding)]
+    modules = (model.get_input_embeddings(), *found, model.get_output_embeddings())
     return [module.weight for module in modules if module is not None]
 
 

@@ -1,10 +1,12 @@
 // The exported model: graphs, the state of a sequence, and the choice of tokens.
 import * as ort from "./runtime/ort.wasm.bundle.min.mjs";
+import {longestMatches} from "./match.js";
 
 ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? Math.min(navigator.hardwareConcurrency || 1, 4) : 1;
 ort.env.logLevel = "error";
 
 const WASM = "runtime/ort-wasm-simd-threaded.wasm";
+const MATCH_TOKENS = "embedding.match.tokens_BS"; // the last tokens, where the longest match is searched
 const FEWEST_SLOTS = 64; // of a new ring, doubled as tokens come until it is full
 const SHORT = 4; // tokens that are read one by one
 // Without this the runtime keeps the 8-bit matrices as they are, and converts them for every token.
@@ -70,12 +72,13 @@ export class Engine {
     engine.step = await ort.InferenceSession.create(step, options);
     engine.prompt = await ort.InferenceSession.create(prompt, options);
     engine.inputs = engine.about.state.filter(t => t.kind !== "count" && !t.name.startsWith("embedding."));
+    engine.kept = [...engine.inputs, ...engine.about.state.filter(t => t.name === MATCH_TOKENS)];
     return engine;
   }
 
   newState() {
     const state = new State(0, {});
-    for (const tensor of this.inputs) {
+    for (const tensor of this.kept) {
       const slots = isRing(tensor) ? Math.min(FEWEST_SLOTS, tensor.shape[0]) : tensor.shape[0];
       state.tensors[tensor.name] = makeTensor(tensor, slots);
     }
@@ -100,11 +103,20 @@ export class Engine {
     this.#grow(state, state.numRead + ids.length);
     const columns = session === this.step ? 1 : this.about.prompt_columns;
     const padded = [...ids, ...Array(columns - ids.length).fill(0)];
-    const feed = {input_ids: integer(padded, [1, columns]), num_read: integer([state.numRead], [1]), ...state.tensors};
+    const feed = {input_ids: integer(padded, [1, columns]), num_read: integer([state.numRead], [1])};
+    for (const {name} of this.inputs) feed[name] = state.tensors[name];
     if (session !== this.step) feed.num_new = integer([ids.length], [1]);
+    const made = {};
+    if (this.about.match) {
+      const ring = state.tensors[MATCH_TOKENS].data;
+      const [predicted, length] = longestMatches(ring, state.numRead, ids, columns, this.about.match);
+      feed.match_predicted = integer(predicted, [1, columns]);
+      feed.match_length = integer(length, [1, columns]);
+      made[MATCH_TOKENS] = {data: Int32Array.from(padded, id => id + 1)};
+    }
     const results = await session.run(feed);
-    for (const tensor of this.inputs) {
-      const fresh = results[`new.${tensor.name}`];
+    for (const tensor of this.kept) {
+      const fresh = results[`new.${tensor.name}`] ?? made[tensor.name];
       if (isRing(tensor)) writeRing(tensor, state.tensors[tensor.name], fresh, state.numRead, ids.length, columns);
       else state.tensors[tensor.name] = fresh;
     }
@@ -114,7 +126,7 @@ export class Engine {
 
   /** Make room for numTokens tokens in all rings, or for as many as a full ring keeps. */
   #grow(state, numTokens) {
-    for (const tensor of this.inputs.filter(isRing)) {
+    for (const tensor of this.kept.filter(isRing)) {
       const ring = state.tensors[tensor.name], slots = ring.dims[tensor.is_multiplied ? 2 : 1];
       if (slots >= Math.min(numTokens, tensor.shape[0])) continue;
       const larger = makeTensor(tensor, Math.min(2 ** Math.ceil(Math.log2(numTokens)), tensor.shape[0]));
@@ -130,6 +142,7 @@ function makeTensor(tensor, slots) {
   if (tensor.shape.length === 0) shape.length = 1;
   if (tensor.is_multiplied) [shape[1], shape[2]] = [shape[2], shape[1]];
   const size = shape.reduce((a, b) => a * b, 1);
+  if (tensor.dtype === "int32") return new ort.Tensor("int32", new Int32Array(size), shape);
   if (tensor.dtype === "int64") return new ort.Tensor("int64", new BigInt64Array(size), shape);
   const data = tensor.dtype === "float64" ? new Float64Array(size) : new Float32Array(size);
   return new ort.Tensor(tensor.dtype, data.fill(empty(tensor)), shape);

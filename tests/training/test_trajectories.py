@@ -87,9 +87,10 @@ def test_losses_are_those_that_were_stored(name: str, tmp_path: Path) -> None:
     # Processors round differently: a bf16 run soon differs in its third digit, and int8 gradients, which are rounded at
     # random, have other norms.
     is_rounded = name in ("bf16", "int8", "host")
+    exact = 1e-2 if "muon" in name else 1e-3  # Muon orthogonalises its updates in bf16
     for (loss, *norm), (expected, *expected_norm) in zip(run(tmp_path, name), stored, strict=True):
         assert loss == pytest.approx(expected, rel=0.02 if is_rounded else 1e-3)
-        assert norm == pytest.approx(expected_norm, rel=0.15 if is_rounded else 1e-3)
+        assert norm == pytest.approx(expected_norm, rel=0.15 if is_rounded else exact)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -9,7 +9,8 @@ Let h = RMSNorm(x), s = swish, c a convolution over the last four tokens, and un
 Then x += W_3 (s(W_1 h) * W_2 h), with h = RMSNorm(new x). The gate a_t makes the matrix S decay. The layer equals the
 linear layer of Qwen3-Next. Options switch parts off: without `decays` (a = 1), the layer is DeltaNet; without
 `corrects` (adding v_t k_t^T to a_t S_(t-1)), gated linear attention with one gate per head; without both, linear
-attention. `convolution` and `output_gate` can be switched off, too.
+attention. `convolution` and `output_gate` can be switched off, too. With `negative_eigenvalues`, b_t is twice as large:
+S_(t-1) is then multiplied along k_t by a number between -1 and 1, so that the layer can count modulo 2 (parity).
 
 State: each head keeps the matrix S and the last three inputs of the convolution.
 
@@ -50,6 +51,7 @@ class GatedDeltaNetOptions(LayerOptions):
     value_size: Width | None = None  # width of a head's values; null is hidden size / heads
     decays: bool = True  # multiply the matrix by the gate a at every token
     corrects: bool = True  # a token replaces the value stored under its key; otherwise it adds to this value
+    negative_eigenvalues: bool = False  # let rates b reach 2, which reflects the value stored under a key
     convolution: Multiple | None = 4  # tokens that the convolution of queries, keys and values reads; null: not used
     output_gate: bool = True  # multiply the result by a gate that the current token computes
 
@@ -96,6 +98,7 @@ class GatedDeltaNet(Reader):
         self.convolution = ShortConvolution(sum(self.widths), options.convolution) if options.convolution else None
         self.decays = Decays(hidden_size, num_heads) if options.decays else None
         self.rates = Linear(hidden_size, num_heads, bias=False) if options.corrects else None  # w_b
+        self.largest_rate = 2.0 if options.negative_eigenvalues else 1.0
         self.norm = nn.RMSNorm(value_size, eps=EPS)
         self.output_gate = Linear(hidden_size, self.widths[2], bias=False) if options.output_gate else None  # W_g
         self.output = Linear(self.widths[2], hidden_size, bias=False)  # W_o
@@ -111,7 +114,7 @@ class GatedDeltaNet(Reader):
         read_BTHE, matrices = self.delta_rule(
             _normalize(q_BTHK) * self.key_size**-0.5, _normalize(k_BTHK), v_BTHE, matrices, layout,
             log_decays=None if self.decays is None else self.decays(h_BTD),
-            rates=None if self.rates is None else torch.sigmoid(self.rates(h_BTD)),
+            rates=None if self.rates is None else self.largest_rate * torch.sigmoid(self.rates(h_BTD)),
         )  # fmt: skip
         y_BTD = self.norm(read_BTHE.to(self.norm.weight.dtype)).flatten(2)
         if self.output_gate is not None:
@@ -167,12 +170,13 @@ def preset(sizes: Sizes, choices: GatedDeltaNetOptions) -> Preset:
 architecture = Architecture(
     name="gated_deltanet",
     title="Gated DeltaNet",
-    source="Gated Delta Networks (arXiv 2412.06464); the linear layer of Qwen3-Next",
+    source="Gated Delta Networks (arXiv 2412.06464, 2411.12537); the linear layer of Qwen3-Next",
     layer=GatedDeltaNetLayer,
     options=GatedDeltaNetOptions,
     preset_options=GatedDeltaNetOptions,
     preset=preset,
     variants={
+        "negative eigenvalues": {"negative_eigenvalues": True, "num_heads": 2},
         "deltanet": {"decays": False, "output_gate": False, "value_size": 7},
         "gated linear attention": {"corrects": False, "convolution": 2},
         "linear attention": {"decays": False, "corrects": False, "convolution": None, "output_gate": False},

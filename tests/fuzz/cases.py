@@ -51,6 +51,7 @@ VALID = {
     "explain": ["run", "--text=the cat"],
     "quantize": ["run", "--source=text.txt", "--max-tokens=64", "--output=new"],
     "info": ["additive", "--hidden-size=8", "--num-layers=1"],
+    "check": ["elita", "--hidden-size=8"],
     "tokenizer train": ["text.txt", "new", "--vocab-size=280"],
     "tokenizer show": ["run"],
     "convert": ["fastformer", "theirs", "new"],

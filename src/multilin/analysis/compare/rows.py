@@ -174,7 +174,8 @@ def rows_of(sweep: Sweep) -> list[Row]:
                 f"rows.{name}.data.source: {shown(source)} given with the task {sweep.task}; leave out one of them"
             )
         with prefixed(f"rows.{name}."):
-            stated |= {"model": resolve_fields(stated["model"], is_typed=True)} if "model" in stated else {}
+            if isinstance(model := stated.get("model"), Mapping):
+                stated |= {"model": resolve_fields(model, is_typed=True)}
         recipe = stated.pop("recipe", None)
         values = merge(_start(name, recipe, stated, sweep.task), stated)
         rows.append(Row(name, values, load_settings(Recipe, values, f"rows.{name}"), stated))

@@ -11,6 +11,7 @@ from multilin import InputError, MultilinConfig, MultilinForCausalLM
 from multilin.analysis.costs import describe_model
 from multilin.analysis.explain.explanation import explain
 from multilin.inference.matching import from_window, read_tokens, to_window
+from multilin.inference.rollout import rollout
 from multilin.inference.snapshot import Snapshot, load_snapshot, save_snapshot
 from multilin.model.factory import BASELINES, create_model
 from multilin.model.match import find_matches
@@ -168,3 +169,10 @@ def test_the_search_in_strings_is_the_op(window: int) -> None:
     tokens = to_window([text, ""], window)
     assert np.array_equal(tokens[:1], state.tokens_BS.numpy())
     assert from_window(tokens) == [text, ""]
+
+
+def test_a_model_with_it_is_no_linear_map() -> None:
+    options = {"positions": "none", "final_norm": "none", "n_positions": 32}
+    model = make("linear_mixer", **options)
+    with pytest.raises(InputError, match=r"match: .* given, but it must be 'none' for a model to be one linear map"):
+        rollout(model, draw(1, 4), 3)

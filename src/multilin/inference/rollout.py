@@ -195,8 +195,9 @@ def _linear_maps(model: MultilinForCausalLM) -> list[LinearMap]:
             raise InputError(f"layers.{index}: int8 products round their inputs, so this layer is not linear")
         with prefixed(f"layers.{index}."):
             maps.append(linear_map())
-    for name, value in (("positions", model.config.positions), ("final_norm", model.config.final_norm)):
-        if value != "none":
+    others = {name: getattr(model.config, name) for name in ("positions", "final_norm", "match")}
+    for name, value in others.items():
+        if value not in ("none", None):
             raise InputError(f"{name}: {value!r} given, but it must be 'none' for a model to be one linear map")
     sizes = {len(over_positions) for over_positions, _, _ in maps}
     if len(sizes) != 1:

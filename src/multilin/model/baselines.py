@@ -57,9 +57,7 @@ class _Biased(FixedBias, PreTrainedModel):
             self.lm_head = FixedBiasLinear(config.hidden_size, config.vocab_size)
         if config.match is not None:
             search = load_settings(Match, config.match, "match")
-            self.match = MatchEmbedding(
-                config.hidden_size, search, None if config.tie_word_embeddings else config.vocab_size
-            )
+            self.match = MatchEmbedding(config.vocab_size, config.hidden_size, search)
             self.base_model.register_forward_pre_hook(self._embed, with_kwargs=True)
         if config.output_bias == "unigram" or config.match is not None:
             self.post_init()
@@ -95,8 +93,7 @@ class _Biased(FixedBias, PreTrainedModel):
             _last_tokens(cache, known_BT, self.match.match.window),
             Layout(ids_BT, starts_BT, needs_state=False),
         )
-        embed_tokens = self.get_input_embeddings()
-        return (), options | {"inputs_embeds": embed_tokens(ids_BT) + self.match(matches, embed_tokens)}
+        return (), options | {"inputs_embeds": self.get_input_embeddings()(ids_BT) + self.match(matches)}
 
 
 class BiasedGPT2(_Biased, GPT2LMHeadModel):

@@ -46,9 +46,7 @@ class TokenEmbedding(nn.Module):
         self.match = None
         if config.match is not None:
             search = load_settings(Match, config.match, "match")
-            self.match = MatchEmbedding(
-                config.hidden_size, search, None if config.tie_word_embeddings else config.vocab_size
-            )
+            self.match = MatchEmbedding(config.vocab_size, config.hidden_size, search)
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, tokens: Tensor, layout: Layout, matches: Matches | None = None) -> Tensor:
@@ -57,7 +55,7 @@ class TokenEmbedding(nn.Module):
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(layout.positions_BT.clamp(min=0))
         if self.match is not None:
-            x_BTD = x_BTD + self.match(matches, self.embed_tokens)
+            x_BTD = x_BTD + self.match(matches)
         return self.dropout(x_BTD)
 
     def lay_out(

@@ -33,26 +33,22 @@ def find_matches(model: nn.Module, ids_BT: Tensor) -> Matches | None:
 
 
 class MatchEmbedding(ParameterHolder):
-    """g[l] M[p] + N[l] for a match of length l that predicts token p.
-
-    If the output shares the token embedding, M is this embedding too; otherwise M is an embedding of its own. Without a
-    match, l and p are 0, and g[0] begins at 0.
+    """g[l] M[p] + N[l] for a match of length l that predicts token p. Without one, l and p are 0; g[0] begins at 0.
 
     Args:
-        hidden_size: D.
+        vocab_size, hidden_size: V and D.
         match: the search.
-        vocab_size: V, for an embedding M of its own; None shares the token embedding.
     """
 
-    def __init__(self, hidden_size: int, match: Match, vocab_size: int | None = None) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, match: Match) -> None:
         super().__init__()
         self.match = match
-        self.predicted = None if vocab_size is None else nn.Embedding(vocab_size, hidden_size)  # M
+        self.predicted = nn.Embedding(vocab_size, hidden_size)  # M
         self.gate = nn.Parameter(torch.empty(match.longest + 1))  # g
         self.length = nn.Embedding(match.longest + 1, hidden_size)  # N
 
     def initialize(self, std: float) -> None:
-        """Set all gates but the first to 1; the embedding of lengths is drawn as every embedding."""
+        """Set all gates but the first to 1; the embeddings are drawn as every embedding."""
         nn.init.ones_(self.gate)
         nn.init.zeros_(self.gate[:1])
 
@@ -65,15 +61,14 @@ class MatchEmbedding(ParameterHolder):
         )  # fmt: skip
         return Matches(predicted_BT, length_BT), after
 
-    def forward(self, matches: Matches, embed_tokens: nn.Module) -> Tensor:
+    def forward(self, matches: Matches) -> Tensor:
         """What is added to the embedding of each token, (B, T, D)."""
         predicted_BT, length_BT = matches
-        embed = embed_tokens if self.predicted is None else self.predicted
-        return embed(predicted_BT) * self.gate[length_BT][..., None] + self.length(length_BT)
+        return self.predicted(predicted_BT) * self.gate[length_BT][..., None] + self.length(length_BT)
 
     def resize(self, vocab_size: int) -> None:
         """Let M have as many rows as the token embedding; new rows begin at 0."""
-        if self.predicted is not None and self.predicted.num_embeddings != vocab_size:
+        if self.predicted.num_embeddings != vocab_size:
             old = self.predicted.weight.data
             self.predicted = nn.Embedding(vocab_size, old.shape[1], dtype=old.dtype, device=old.device)
             self.predicted.weight.data.zero_()[: len(old)] = old[:vocab_size]

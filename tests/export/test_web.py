@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (parent / "runtime").mkdir()
     for name, content in files.items():
         (parent / "runtime" / name).write_bytes(content)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     layers = [{"architecture": name} for name in ("additive", "tscale", "threelin", "elita")]  # every kind of operator
     sizes = {"hidden_size": 32, "vocab_size": 258, "n_positions": 512, "match": {"window": 100, "longest": 4}}
     model = create_model("additive", layers=layers, **sizes).eval()

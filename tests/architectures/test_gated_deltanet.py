@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen3NextConfig
 
 from multilin.architectures.gated_deltanet import GatedDeltaNet, GatedDeltaNetLayer, GatedDeltaNetOptions
+from multilin.errors import InputError
 from multilin.layers import Layout
 from tests.qwen3_next import in_float64
 
@@ -114,3 +115,21 @@ def test_heads_begin_with_decays_of_the_source() -> None:
     assert (logs < 0).all()
     assert logs.min() >= -1.6 - 1e-4
     assert logs.max() >= -0.1
+
+
+def test_negative_eigenvalues_need_rates() -> None:
+    with pytest.raises(InputError, match="negative_eigenvalues: true given, but there are no rates"):
+        GatedDeltaNet(D, GatedDeltaNetOptions(num_heads=H, corrects=False, negative_eigenvalues=True))
+
+
+def test_negative_eigenvalues_double_the_rates() -> None:
+    """The first token stores b v under its key."""
+    x_BTD = torch.randn(1, 1, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layers = [
+        GatedDeltaNet(D, GatedDeltaNetOptions(num_heads=H, negative_eigenvalues=doubles)).double()
+        for doubles in (False, True)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    stored = [layer(x_BTD, None, Layout(torch.zeros(1, 1, dtype=torch.long)))[1].matrices[0] for layer in layers]
+    assert stored[0].abs().sum() > 0
+    torch.testing.assert_close(stored[1], 2 * stored[0])

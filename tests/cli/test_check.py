@@ -10,26 +10,8 @@ from multilin.cli.main import main
 from multilin.testing import ROWS
 
 Call = Callable[..., str]
-LAYERS = """
-import torch
-from torch import nn
-
-
-class Ema(nn.Module):
-    def __init__(self, hidden_size: int, decay: float = 0.9):
-        super().__init__()
-        self.value = nn.Linear(hidden_size, hidden_size)
-        self.gate = nn.Parameter(torch.full((hidden_size,), decay).logit())
-
-    def forward(self, x, state=None):
-        decay, outputs = torch.sigmoid(self.gate), []
-        average = torch.zeros_like(x[:, 0]) if state is None else state
-        for value in self.value(x).unbind(1):
-            average = decay * average + (1 - decay) * value
-            outputs.append(average)
-        return torch.stack(outputs, 1), average
-
-
+README = Path(__file__).parents[2] / "README.md"
+LEAK = """
 class Leak(nn.Linear):
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, hidden_size)
@@ -42,7 +24,8 @@ class Leak(nn.Linear):
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    (tmp_path / "own.py").write_text(LAYERS)
+    ema = README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "own.py").write_text(ema + LEAK)
     return tmp_path / "own.py"
 
 

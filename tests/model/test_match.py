@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from multilin import InputError, MultilinConfig, MultilinForCausalLM
 from multilin.analysis.costs import describe_model
@@ -50,11 +50,12 @@ def test_it_adds_the_predicted_token_and_the_length(name: str) -> None:
         assert not torch.allclose(model(ids).logits, logits)
 
 
+@pytest.mark.parametrize("makes_cache", [True, False])
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_cache_of_a_baseline_remembers_the_ids(name: str) -> None:
+def test_a_cache_of_a_baseline_remembers_the_ids(name: str, makes_cache: bool) -> None:
     model, ids = make(name), draw(2, 60)
     whole = model(ids, use_cache=False).logits
-    result = model(ids[:, :40], use_cache=True)
+    result = model(ids[:, :40], use_cache=True, past_key_values=None if makes_cache else DynamicCache())
     parts = [result.logits]
     for time in range(40, 60):
         result = model(ids[:, time : time + 1], past_key_values=result.past_key_values)
@@ -107,8 +108,9 @@ def test_more_tokens_can_be_added(name: str) -> None:
     assert model(torch.full((1, 8), 11)).logits.shape == (1, 8, 12)
 
 
-def test_embeddings_have_no_matches() -> None:
-    model, ids = make("mingru"), draw(1, 1).repeat(1, 30)
+@pytest.mark.parametrize("name", ["mingru", *BASELINES])
+def test_embeddings_have_no_matches(name: str) -> None:
+    model, ids = make(name), draw(1, 1).repeat(1, 30)
     given = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
     assert not torch.allclose(given[:, 1:], model(ids).logits[:, 1:])
     torch.testing.assert_close(given[:, :1], model(ids).logits[:, :1])

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
 
 from multilin.architectures.base import Architecture, LayerOptions, Preset, Sizes, TrainingDefaults
+from multilin.errors import InputError
 from multilin.layers import Layout, Linear, ParameterHolder, Reader, Reading, ResidualBlock, head_width
 from multilin.layers.short_convolution import ShortConvolution
 from multilin.ops.delta_rule import DeltaRuleState, delta_rule, delta_rule_weights
@@ -91,6 +92,10 @@ class GatedDeltaNet(Reader):
 
     def __init__(self, hidden_size: int, options: GatedDeltaNetOptions) -> None:
         super().__init__()
+        if options.negative_eigenvalues and not options.corrects:
+            raise InputError(
+                "negative_eigenvalues: true given, but there are no rates without `corrects`; leave it out"
+            )
         num_heads, self.key_size = options.num_heads, head_width(hidden_size, options.num_heads)
         value_size = options.value_size or self.key_size
         self.num_heads, self.widths = num_heads, [hidden_size, hidden_size, num_heads * value_size]

@@ -1,6 +1,6 @@
 """GPT-2 and Llama with three options of multilin's models, to find out why models differ in quality.
 
-With `match` the embedding of a token gets the longest match, see `multilin.model.match`. With
+With `match` the longest match is added to the embedding of each token, see `multilin.model.match`. With
 `output_bias: unigram` the log of the token counts is added to the logits. With `unit_variance`, for Llama only,
 every product is lin(W, x) = W x / sqrt(width of x), so that weights of unit variance keep the variance of x, and the
 token embedding is drawn with a standard deviation of 1. Under AdamW without weight decay this equals Llama with
@@ -48,7 +48,7 @@ class ScaledLlamaConfig(LlamaConfig):
     model_type = "multilin_llama"
 
 
-class _Biased(FixedBias, PreTrainedModel):
+class _WithOptions(FixedBias, PreTrainedModel):
     """A model of transformers with a fixed bias of the output and the longest match, if the config asks for them."""
 
     def __init__(self, config: BiasedGPT2Config | ScaledLlamaConfig) -> None:
@@ -77,33 +77,46 @@ class _Biased(FixedBias, PreTrainedModel):
     def _embed(self, body: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the body is called: replace token ids by their embeddings with the longest match."""
         options = {**dict(zip(("input_ids",), inputs, strict=False)), **options}
-        ids_BT = options.pop("input_ids", None)
-        if ids_BT is None or options.get("inputs_embeds") is not None:
-            return (), options | {"input_ids": ids_BT}  # embeddings have no ids
+        ids_BT, x_BTD = options.pop("input_ids", None), options.get("inputs_embeds")
+        if (ids_BT is None) == (x_BTD is None):
+            return (), options | {"input_ids": ids_BT}  # which transformers refuses
+        if x_BTD is None:
+            x_BTD = self.get_input_embeddings()(ids_BT)
+        else:
+            ids_BT = torch.full(x_BTD.shape[:2], -1, device=x_BTD.device)  # embeddings have no ids
         cache, mask, position_ids = (options.get(n) for n in ("past_key_values", "attention_mask", "position_ids"))
-        uses_cache = options.get("use_cache", self.config.use_cache) and not self.training
-        if cache is None and uses_cache:
+        if cache is None and options.get("use_cache", self.config.use_cache) and not self.training:
             cache = options["past_key_values"] = DynamicCache(config=self.config)
-        known_BT = ids_BT if mask is None or mask.ndim != 2 else ids_BT.where(mask[:, -ids_BT.shape[1] :] != 0, -1)
+        if mask is not None and mask.ndim == 2:
+            ids_BT = ids_BT.where(mask[:, -ids_BT.shape[1] :] != 0, -1)
         starts_BT = None
         if position_ids is not None:
             starts_BT = pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)).expand_as(ids_BT)
-        matches, _ = self.match.look_up(
-            known_BT,
-            _last_tokens(cache, known_BT, self.match.match.window),
-            Layout(ids_BT, starts_BT, needs_state=False),
-        )
-        return (), options | {"inputs_embeds": self.get_input_embeddings()(ids_BT) + self.match(matches)}
+        state = None if cache is None else self._last_tokens(cache, ids_BT)
+        matches, _ = self.match.look_up(ids_BT, state, Layout(ids_BT, starts_BT, needs_state=False))
+        return (), options | {"inputs_embeds": x_BTD + self.match(matches)}
+
+    def _last_tokens(self, cache: Any, new_BT: Tensor) -> MatchState:
+        """The last tokens before the new ones. A further layer of the cache keeps all ids, in the place of keys."""
+        if not hasattr(cache, "layer_of_ids"):
+            while len(cache.layers) < self.config.num_hidden_layers:  # a cache may make its layers when they are used
+                cache.layers.append(cache.layer_class_to_replicate())
+            cache.layer_of_ids = DynamicLayer()
+            cache.layers.append(cache.layer_of_ids)
+        layer, window = cache.layer_of_ids, self.match.match.window
+        old_BS = layer.keys[:, 0, -window:, 0] if layer.get_seq_length() else new_BT[:, :0]
+        layer.update(new_BT[:, None, :, None], new_BT[:, None, :, None])
+        return MatchState(pad(old_BS + 1, (window - old_BS.shape[1], 0)).int())
 
 
-class BiasedGPT2(_Biased, GPT2LMHeadModel):
-    """GPT-2 with `output_bias`."""
+class BiasedGPT2(_WithOptions, GPT2LMHeadModel):
+    """GPT-2 with `output_bias` and `match`."""
 
     config_class = BiasedGPT2Config
 
 
-class ScaledLlama(_Biased, LlamaForCausalLM):
-    """Llama with `unit_variance` and `output_bias`."""
+class ScaledLlama(_WithOptions, LlamaForCausalLM):
+    """Llama with `unit_variance`, `output_bias` and `match`."""
 
     config_class = ScaledLlamaConfig
 
@@ -124,19 +137,6 @@ class ScaledLlama(_Biased, LlamaForCausalLM):
         if self.config.unit_variance:
             self._scale_inputs()
         return embeddings
-
-
-def _last_tokens(cache: Any, new_BT: Tensor, window: int) -> MatchState | None:
-    """The last tokens before the new ones. A further layer of the cache keeps all ids, in the place of keys."""
-    if cache is None:
-        return None
-    if len(cache.layers) == 0 or not hasattr(cache, "layer_of_ids"):
-        cache.layer_of_ids = DynamicLayer()
-        cache.layers.append(cache.layer_of_ids)
-    layer = cache.layer_of_ids
-    old_BS = layer.keys[:, 0, -window:, 0] if layer.get_seq_length() else new_BT[:, :0]
-    layer.update(new_BT[:, None, :, None], new_BT[:, None, :, None])
-    return MatchState(pad(old_BS + 1, (window - old_BS.shape[1], 0)).int())
 
 
 def _scale_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -54,8 +54,7 @@ def is_transformer(row: RowRecord) -> bool:
 
 
 def headline(comparison: Comparison) -> Verdict | None:
-    """The verdict on the best row that is no Transformer, against the best Transformer row, else against the best other
-    row.
+    """The verdict on the best row that is no Transformer, against the best Transformer row, else the best other row.
 
     It is None if the rows are not ranked, or if there is only one.
     """

@@ -24,8 +24,7 @@ def longest_match(
     num_time = tokens_BT.shape[1]
     begins_BT = first_B[:, None][:, :0] if begins_BT is None else begins_BT
     _launch.launch_parts(
-        _kernels.compare if num_time <= _COMPARED else _kernels.look_up,
-        predicted_BT.numel(), tokens_BT.contiguous(), history_BS.contiguous(), first_B.contiguous(),
-        begins_BT.contiguous(), window, longest, predicted_BT, length_BT,
+        _kernels.search, predicted_BT.numel(), num_time <= _COMPARED, tokens_BT.contiguous(), history_BS.contiguous(),
+        first_B.contiguous(), begins_BT.contiguous(), window, longest, predicted_BT, length_BT,
     )  # fmt: skip
     return predicted_BT, length_BT

@@ -88,21 +88,14 @@ def look_up_text(text, num_slots, begins, window, longest, predicted, length):
             length[time], predicted[time] = best, text[found + 1] - 1 if best else 0
 
 
-def compare(task, elements, index, sources):
-    """Compare in one part of the rows."""
-    num_parts, tokens, history, first, begins, window, longest, predicted, length = arguments_of(task)
+def search(task, elements, index, sources):
+    """Search in one part of the rows: compare each token, or look up in tables."""
+    num_parts, compares, tokens, history, first, begins, window, longest, predicted, length = arguments_of(task)
     text, num_slots = np.empty(history.shape[1] + tokens.shape[1], np.int32), history.shape[1]
     begin, end = part_of(len(tokens), num_parts, index)
     for row in range(begin, end):
         copy_in_order(text, history[row], first[row], tokens[row])
-        compare_text(text, num_slots, begins[row], window, longest, predicted[row], length[row])
-
-
-def look_up(task, elements, index, sources):
-    """Look up in one part of the rows."""
-    num_parts, tokens, history, first, begins, window, longest, predicted, length = arguments_of(task)
-    text, num_slots = np.empty(history.shape[1] + tokens.shape[1], np.int32), history.shape[1]
-    begin, end = part_of(len(tokens), num_parts, index)
-    for row in range(begin, end):
-        copy_in_order(text, history[row], first[row], tokens[row])
-        look_up_text(text, num_slots, begins[row], window, longest, predicted[row], length[row])
+        if compares:
+            compare_text(text, num_slots, begins[row], window, longest, predicted[row], length[row])
+        else:
+            look_up_text(text, num_slots, begins[row], window, longest, predicted[row], length[row])
